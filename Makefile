@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# The steps of a day's work, each a thin line over CMakePresets.json. Every target that builds first makes sure that
+# the machine has what it needs (tools/setup.sh, under a second when nothing is missing).
+#
+# Variables: JOBS=n   CUDA=OFF   MPI=OFF   PREFIX=/usr/local   FUZZ_SECONDS=n
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup build demo test test-long bench fuzz dev tsan install format clean
+
+JOBS ?= $(shell nproc)
+CUDA ?= ON
+MPI ?= ON
+PREFIX ?= /usr/local
+FUZZ_SECONDS ?= 600
+
+launcher := $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
+release := -DGRADWIRE_CUDA=$(CUDA) -DGRADWIRE_MPI=$(MPI)
+
+# $(call compile,preset,more arguments of cmake,more arguments of the build)
+compile = cmake --preset $(1) $(launcher) $(2) && cmake --build --preset $(1) -j $(JOBS) $(3)
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+	@echo "Variables: JOBS=$(JOBS) CUDA=$(CUDA) MPI=$(MPI) PREFIX=$(PREFIX) FUZZ_SECONDS=$(FUZZ_SECONDS)"
+
+setup:  ## install what is missing (Debian packages; build/venv for the Python tests)
+	@tools/setup.sh
+
+build: setup  ## the library, the program build/bin/gradwire, the tests and the benchmarks
+	@$(call compile,release,$(release))
+
+demo: setup  ## a compressed all-reduce of a ResNet-50-shaped gradient among 4 workers, per codec
+	@$(call compile,release,$(release),--target bin/gradwire)
+	build/bin/gradwire demo
+
+# The three trees are built before anything runs; then all three run, whatever the first ones say, the main one last.
+test: build  ## the tests; ThreadSanitizer on the engine; 30 s of libFuzzer on the decoders
+	@$(call compile,tsan)
+	@$(call compile,fuzz)
+	@failed=; for preset in tsan fuzz release; do \
+	  echo "== ctest --preset $$preset"; ctest --preset $$preset -j $(JOBS) || failed+=" $$preset"; \
+	done; test -z "$$failed" || { echo "make test: failed in:$$failed"; exit 1; }
+
+test-long: build  ## the tests too slow for `make test`, then FUZZ_SECONDS of libFuzzer
+	ctest --preset long -j $(JOBS)
+	FUZZ_SECONDS=$(FUZZ_SECONDS) JOBS=$(JOBS) tools/coverage.sh
+
+bench: build  ## the standard measurements of docs/measuring.md; appends rows to bench/results.csv
+	python3 bench/record.py
+
+fuzz: setup  ## FUZZ_SECONDS of libFuzzer on the decoders, then their branch coverage
+	FUZZ_SECONDS=$(FUZZ_SECONDS) JOBS=$(JOBS) tools/coverage.sh
+
+dev: setup  ## build and test in build/dev with AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(call compile,dev,-DGRADWIRE_MPI=$(MPI))
+	ctest --preset dev -j $(JOBS)
+
+tsan: setup  ## build and run the tests of threads in build/tsan with ThreadSanitizer
+	@$(call compile,tsan)
+	ctest --preset tsan -j $(JOBS)
+
+install: build  ## library, headers, CMake package and program to PREFIX
+	cmake --install build --prefix $(PREFIX)
+
+format:  ## clang-format over the sources
+	git ls-files '*.h' '*.cc' '*.cu' '*.cuh' | xargs clang-format -i
+
+clean:  ## remove build/ and all in it
+	rm -rf build

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// What people see: tables with aligned columns, numbers with units, and a progress line. Tables go to stdout; the
+// progress line goes to stderr and only when that is a terminal, so that pipes and logs stay quiet.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace gradwire::app {
+
+class Table {
+ public:
+  enum class Align { left, right };
+  // One letter a column: "lrr" is one column aligned left, two aligned right.
+  Table(std::string alignment, std::vector<std::string> header);
+  void row(std::vector<std::string> cells);
+  std::string str() const;
+
+ private:
+  std::string alignment_;
+  std::vector<std::vector<std::string>> rows_;
+};
+
+std::string human_bytes(double bytes);        // 12.8 MB
+std::string human_count(uint64_t count);      // 25,557,032
+std::string human_seconds(double seconds);    // 1.23 s, 45.6 ms
+std::string human_fraction(double fraction);  // 0.0123, 1.2e-08; 0 stays 0
+
+// One line that is overwritten in place and gone when the work ends.
+class Progress {
+ public:
+  Progress();
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+  void show(const std::string& text);
+  void clear();
+
+ private:
+  bool terminal_;
+  bool shown_ = false;
+};
+
+void print(const std::string& text);  // to stdout; Error{io} when that fails
+
+}  // namespace gradwire::app

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// The small tools of every measurement: medians, a clock, and a Team of threads that starts on one signal, for the
+// plain copies and compute loops that codecs are compared with. What the reported numbers mean is docs/measuring.md.
+#pragma once
+
+#include <algorithm>
+#include <barrier>
+#include <chrono>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "gradwire/error.h"
+
+namespace gradwire::app {
+
+inline double median(std::vector<double> values) {
+  GW_CHECK(!values.empty());
+  const size_t middle = values.size() / 2;
+  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(middle), values.end());
+  const double upper = values[middle];
+  if (values.size() % 2 == 1) return upper;
+  return (upper + *std::max_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(middle))) / 2;
+}
+
+inline double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+inline int machine_threads() { return std::max(1, static_cast<int>(std::thread::hardware_concurrency())); }
+
+// run(body) calls body(i) on thread i of the team and returns when all have ended. The caller is thread 0.
+class Team {
+ public:
+  explicit Team(int threads) : threads_(threads), start_(threads), end_(threads) {
+    for (int i = 1; i < threads; ++i)
+      workers_.emplace_back([this, i] {
+        for (;;) {
+          start_.arrive_and_wait();
+          if (body_ == nullptr) return;
+          (*body_)(i);
+          end_.arrive_and_wait();
+        }
+      });
+  }
+  ~Team() {
+    body_ = nullptr;
+    start_.arrive_and_wait();
+  }
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+  int threads() const { return threads_; }
+  void run(const std::function<void(int)>& body) {
+    body_ = &body;
+    start_.arrive_and_wait();
+    body(0);
+    end_.arrive_and_wait();
+  }
+
+ private:
+  int threads_;
+  const std::function<void(int)>* body_ = nullptr;
+  std::barrier<> start_, end_;
+  std::vector<std::jthread> workers_;
+};
+
+// The part of [0, total) that thread i of n takes, cut at multiples of `grain`.
+struct Part {
+  uint64_t begin, end;
+};
+inline Part part_of(uint64_t total, int i, int n, uint64_t grain = 1024) {
+  const uint64_t grains = (total + grain - 1) / grain;
+  const auto edge = [&](uint64_t k) { return std::min(total, grains * k / static_cast<uint64_t>(n) * grain); };
+  return {edge(static_cast<uint64_t>(i)), edge(static_cast<uint64_t>(i) + 1)};
+}
+
+}  // namespace gradwire::app

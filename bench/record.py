@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the standard measurements of docs/measuring.md and appends their rows to bench/results.csv.
+
+Each entry of `standard_set` is a command of the program and what to take from the JSON it prints: a metric, its unit
+and, where the project promises something, the bound that must be met. A row says when, on which machine and by which
+command a number was made, so that it can be made again.
+
+    python3 bench/record.py                     all rows that this machine can make
+    python3 bench/record.py --only threads      commands that contain a word
+    python3 bench/record.py --dry-run           print the rows, append nothing
+"""
+
+import argparse
+import csv
+import datetime
+import json
+import operator
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).resolve().parent
+COLUMNS = ["date", "machine", "device", "command", "metric", "value", "unit", "target", "met", "note"]
+COMPARE = {">=": operator.ge, "<=": operator.le}
+
+
+class Metric:
+    """One number of a JSON row: its name there, its unit, and a target such as '>= 0.65' (or none)."""
+
+    def __init__(self, name, unit, target="", note=""):
+        self.name, self.unit, self.target, self.note = name, unit, target, note
+
+    def met(self, value):
+        if not self.target:
+            return ""
+        relation, bound = self.target.split()
+        return "yes" if COMPARE[relation](value, float(bound)) else "no"
+
+
+def overview():
+    return [Metric("encode_GBps", "GB/s"), Metric("feedback_encode_GBps", "GB/s"), Metric("decode_GBps", "GB/s"),
+            Metric("copy_GBps", "GB/s", note="read + written"), Metric("bits_per_element", "bit"),
+            Metric("relative_error", "1")]
+
+
+def standard_set(cores, gpu):
+    """(device, command, metrics) of every measurement; commands are arguments of the program."""
+    against_memcpy = "of the tensor's memcpy"
+    yield "cpu", "bench codec --codec qsgd:bits=4 --elements 16777216 --threads 1", [
+        Metric("encode_of_copy", "1", ">= 0.65", against_memcpy),
+        Metric("feedback_of_copy", "1", ">= 0.45", against_memcpy),
+        Metric("decode_of_copy", "1", ">= 1.0", against_memcpy),
+        *overview()]
+    for threads in sorted({2, cores} - {1}):
+        if threads <= cores:
+            yield "cpu", f"bench threads --codec qsgd:bits=4 --elements 16777216 --threads {threads}", [
+                Metric("scaling_encode", "1", ">= 0.9", "gain over the compute loop's gain"),
+                Metric("scaling_decode", "1", ">= 0.9", "gain over the compute loop's gain"),
+                Metric("scaling_feedback", "1", note="gain over the compute loop's gain"),
+                Metric("compute_scaling", "1"), Metric("gain_copy", "1")]
+    yield "cpu", "bench collective --codec qsgd:bits=4 --engine loopback --world 4 --elements 16777216", [
+        Metric("bytes_ratio", "1", "<= 0.142857", "bytes sent over those of fp32"), Metric("relative_error", "1"),
+        Metric("time_s", "s"), Metric("fp32_time_s", "s")]
+    yield "cpu", "bench codec --codec qsgd:bits=4 --list resnet50 --threads 1", [
+        Metric("encode_list_ratio", "1"), Metric("decode_list_ratio", "1")]
+    yield "cpu", "bench codec --codec all --elements 16777216 --threads 1", overview()
+    if not gpu:
+        return
+    for bits in 4, 2, 8:
+        yield "cuda", f"bench codec --codec qsgd:bits={bits} --elements 268435456 --device cuda", [
+            Metric("limit_fraction_encode", "1", ">= 0.88"), Metric("limit_fraction_feedback", "1", ">= 0.85"),
+            Metric("limit_fraction_decode", "1", ">= 0.85"), *overview()]
+    yield "cuda", "bench codec --codec qsgd:bits=4 --list resnet50 --device cuda", [
+        Metric("encode_list_ratio", "1", ">= 0.7"), Metric("decode_list_ratio", "1", ">= 0.7"),
+        Metric("feedback_list_ratio", "1")]
+    yield "cuda", "bench codec --codec topk:ratio=0.01 --elements 268435456 --device cuda", [
+        Metric("encode_GBps", "GB/s", ">= 1000"), Metric("feedback_encode_GBps", "GB/s"), Metric("decode_GBps", "GB/s")]
+    yield "cuda", "bench codec --codec all --elements 268435456 --device cuda", overview()
+
+
+def run_json(command):
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        sys.exit(f"record.py: {' '.join(map(str, command))} ended with {done.returncode}:\n{done.stderr.strip()}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def rows_of(device, shown_command, metrics, results, machine):
+    date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M")
+    for result in results:
+        several = f"codec {result['codec']}" if len(results) > 1 else ""
+        for metric in metrics:
+            value = float(result[metric.name])
+            note = "; ".join(filter(None, [several, metric.note]))
+            yield [date, machine, device, shown_command, metric.name, f"{value:.6g}", metric.unit, metric.target,
+                   metric.met(value), note]
+
+
+def topk_rows(program, machine):
+    """topk against torch.topk, where a Python with torch is at hand (this one, or the one in $TORCH_PYTHON)."""
+    python = os.environ.get("TORCH_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import torch"], stderr=subprocess.DEVNULL).returncode != 0:
+        print("record.py: no torch in this Python (set TORCH_PYTHON to one that has it): topk_vs_torch is left out",
+              file=sys.stderr)
+        return []
+    result = run_json([python, BENCH / "topk_vs_torch.py", "--gradwire", program])
+    metrics = [Metric("speedup", "1", ">= 15", f"torch {result[0]['torch']}, one thread"),
+               Metric("torch_GBps", "GB/s"), Metric("gradwire_GBps", "GB/s")]
+    return list(rows_of("cpu", "python3 bench/topk_vs_torch.py", metrics, result, machine))
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Run the standard measurements and append their rows to a CSV file.")
+    parser.add_argument("--gradwire", type=Path, default=BENCH.parent / "build/bin/gradwire", help="the program")
+    parser.add_argument("--out", type=Path, default=BENCH / "results.csv", help="the file to append to")
+    parser.add_argument("--only", default="", metavar="WORD", help="only commands that contain this")
+    parser.add_argument("--dry-run", action="store_true", help="print the rows and append nothing")
+    arguments = parser.parse_args()
+
+    doctor = run_json([arguments.gradwire, "doctor", "--json"])[0]
+    gpu = doctor["cuda_devices"] > 0
+    host = f"{doctor['cpu']}, {doctor['cores']} cores, {doctor['simd_chosen']}"
+    if not gpu:
+        print("record.py: no usable GPU here: the CUDA rows are left out", file=sys.stderr)
+    rows = []
+
+    def keep(new):
+        rows.extend(new)
+        for row in new:
+            print("  {:<24} {:>10} {:<5} {:<11} {:<4} {}".format(*row[4:9], row[9]), flush=True)
+
+    for device, command, metrics in standard_set(doctor["cores"], gpu):
+        if arguments.only in command:
+            print(f"gradwire {command}", flush=True)
+            machine = doctor["cuda"] if device == "cuda" else host
+            results = run_json([arguments.gradwire, *command.split(), "--json"])
+            keep(list(rows_of(device, f"gradwire {command}", metrics, results, machine)))
+    if arguments.only in "topk_vs_torch":
+        keep(topk_rows(arguments.gradwire, host))
+
+    if not arguments.dry_run:
+        fresh = not arguments.out.exists()
+        with open(arguments.out, "a", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            if fresh:
+                writer.writerow(COLUMNS)
+            writer.writerows(rows)
+    missed = [row for row in rows if row[8] == "no"]
+    print(f"{len(rows)} rows, {sum(row[8] == 'yes' for row in rows)} targets met, {len(missed)} missed")
+    for row in missed:
+        print(f"  missed: {row[4]} {row[5]}, wanted {row[7]}: {row[3]}")
+
+
+if __name__ == "__main__":
+    main()

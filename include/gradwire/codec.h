@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// A codec is named by one string everywhere: in C++, on the command line, in messages, logs and benchmark rows.
+//
+//   Codec codec = Codec::parse("qsgd:bits=4");
+//   codec.str()                // "qsgd:bits=4,bucket=1024,norm=max,rounding=random": canonical, every parameter
+//   codec.bytes(1'000'000)     // what a tensor of a million elements takes in a message
+//
+// The size depends on (codec, count) alone, never on the values, so sizes are known before any data exist.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace gradwire {
+
+struct Scheme;  // what a driver needs to know of a codec: src/device/scheme.h
+
+struct ParameterInfo {
+  std::string name;
+  std::string fallback;  // the default value
+  std::string allowed;   // in words, e.g. "an integer from 2 to 8"
+  std::string meaning;
+};
+
+struct CodecInfo {
+  std::string name;
+  std::string summary;
+  std::string example;
+  std::vector<ParameterInfo> parameters;
+};
+
+// What the rest of the library may rely on.
+struct Traits {
+  bool lossless;        // decode(encode(x)) == x for every finite f32
+  bool unbiased;        // E[decode(encode(x))] == x
+  bool feedback;        // error feedback is on unless a user says otherwise
+  uint64_t unit;        // elements that share side values and a not-a-number marker; 0: the whole tensor
+};
+
+class Codec {
+ public:
+  Codec();                                   // fp32
+  static Codec parse(std::string_view spec);  // throws Error{usage} naming the field, the value and what is allowed
+  std::string str() const;                    // parse(str()) == *this
+  const std::string& name() const;
+  Traits traits() const;
+  uint64_t bytes(uint64_t count) const;       // body bytes of one tensor in a message (alignment not counted)
+  bool has(std::string_view parameter) const;
+  std::string get(std::string_view parameter) const;
+  Codec with(std::string_view parameter, std::string_view value) const;
+  const Scheme& scheme() const;
+  friend bool operator==(const Codec& a, const Codec& b) { return a.str() == b.str(); }
+
+ private:
+  struct Impl;
+  explicit Codec(std::shared_ptr<const Impl> impl);
+  std::shared_ptr<const Impl> impl_;
+};
+
+const std::vector<CodecInfo>& codecs();  // the registry, in the order of codecs.def
+
+}  // namespace gradwire

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// Compressed collectives over any Engine and any Codec. After each, all ranks hold bit-identical results: every rank
+// also decodes what it sent itself.
+//
+//   gather    everybody gets every message and averages the decoded tensors. What the papers do; bytes grow with W.
+//   scatter   each rank owns shards: all-to-all of encoded shards, decode and add in rank order, encode the mean once
+//             more, all-gather. Bytes do not grow with W. The second encoding is a one-sender problem: by default it
+//             rounds to nearest and carries the owner's residual.
+//
+// Shards are functions of (tensor name, element index, world): how tensors are grouped into calls changes nothing.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "gradwire/engine.h"
+#include "gradwire/feedback.h"
+
+namespace gradwire {
+
+struct NamedTensor {
+  std::string name;
+  uint64_t count = 0;
+  DType dtype = DType::f32;
+  int dimensions = 2;  // for the rule `1d`
+};
+
+// A part of a tensor and the rank that owns it.
+struct Shard {
+  size_t tensor;   // index in the caller's list
+  uint64_t first;  // element
+  uint64_t count;
+  int owner;
+};
+
+// Large tensors are cut at multiples of kPieceGrain and dealt over the ranks; small ones go whole to an owner by name.
+std::vector<Shard> shards(std::span<const NamedTensor> tensors, int world);
+
+struct ReduceOptions {
+  enum class Method { gather, scatter };
+  enum class Op { mean, sum };
+  enum class Feedback { codec, on, off };  // codec: as the codec's traits say
+  Method method = Method::scatter;
+  Op op = Op::mean;
+  std::string up = "qsgd:bits=4";  // a spec or rules
+  std::string down = {};           // scatter; empty: as up, rounded to nearest where the codec can
+  Feedback feedback = Feedback::codec;
+  Feedback owner_feedback = Feedback::on;
+  DType residual = DType::f32;
+  uint64_t seed = 0;
+  int threads = 1;
+  std::string simd = {};
+};
+
+// All-reduce of a fixed list of tensors, step after step. Construction is collective: ranks exchange a signature of
+// (names, counts, dtypes, specs, method) and are told, before data move, who disagrees about what.
+class Reducer {
+ public:
+  Reducer(Engine& engine, std::vector<NamedTensor> tensors, const ReduceOptions& options);
+  ~Reducer();
+
+  // in[i], out[i] hold tensors[i]; they may be the same memory. Runs on the reducer's own thread, in the order of the
+  // calls; the handle's wait() throws what went wrong.
+  Handle start(uint64_t step, std::span<const void* const> in, std::span<void* const> out, float loss_scale = 1.0f);
+  void run(uint64_t step, std::span<const void* const> in, std::span<void* const> out, float loss_scale = 1.0f);
+
+  // After the results are seen (all ranks see the same bits, so all decide alike).
+  void commit(uint64_t step);
+  void rollback(uint64_t step);
+
+  ErrorFeedback& feedback();
+  uint64_t message_bytes() const;  // bytes this rank sends to others in one step
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// The halves alone, on one tensor list each (what FSDP needs). Options: up codec for reduce_scatter, down for all_gather.
+// reduce_scatter: out holds this rank's shards, in the order of shards(), back to back, as f32.
+void reduce_scatter(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,
+                    std::span<const void* const> in, std::span<float> out, ErrorFeedback* feedback = nullptr);
+void all_gather(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,
+                std::span<const float> mine, std::span<void* const> out, ErrorFeedback* feedback = nullptr);
+// The root's tensors reach everybody, the root's own copy included, as the codec `down` (or up, if empty) leaves them.
+void broadcast(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,
+               int root, std::span<void* const> tensors_data, ErrorFeedback* feedback = nullptr);
+
+}  // namespace gradwire

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// An Engine moves bytes between ranks and knows nothing of what they mean. Every operation is asynchronous: it
+// returns a Handle, and the buffers belong to the engine until wait() returns. All ranks of an engine must start the
+// same operations in the same order.
+//
+// A peer that does not answer within the time-out, or dies, is an Error{engine} that names its rank; the engine is
+// then poisoned: every later call on it fails at once with the same words, on every rank that can still be reached.
+// Never a hang, never wrong data. A peer that sends another length than expected is an Error{mismatch}.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace gradwire {
+
+using Bytes = std::span<std::byte>;
+using ConstBytes = std::span<const std::byte>;
+
+// One operation under way. wait() may be called once; it throws what went wrong. Dropping a handle waits for it and
+// swallows the error (the engine stays poisoned, so it cannot be missed).
+class Handle {
+ public:
+  struct State {
+    virtual ~State() = default;
+    virtual void wait() = 0;
+  };
+  Handle() = default;
+  explicit Handle(std::unique_ptr<State> state);
+  Handle(Handle&&) noexcept;
+  Handle& operator=(Handle&&) noexcept;
+  ~Handle();
+  void wait();
+
+ private:
+  std::unique_ptr<State> state_;
+};
+
+class Engine {
+ public:
+  virtual ~Engine() = default;
+  virtual std::string name() const = 0;  // "loopback", "mpi"
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // send[p] goes to rank p; recv[p] comes from rank p (one's own included). Sizes may differ, also be zero.
+  virtual Handle all_to_all(std::span<const ConstBytes> send, std::span<const Bytes> recv) = 0;
+  // `mine` goes to everybody; recv[p] comes from rank p (one's own included).
+  virtual Handle all_gather(ConstBytes mine, std::span<const Bytes> recv) = 0;
+  virtual Handle broadcast(Bytes data, int root) = 0;
+  virtual Handle barrier() = 0;
+
+  // Ranks with the same colour form a new engine, ordered by their rank here. Collective over all ranks.
+  virtual std::unique_ptr<Engine> split(int colour) = 0;
+
+  virtual uint64_t bytes_sent() const = 0;  // payload bytes this rank has sent to other ranks so far
+  virtual void set_timeout(std::chrono::milliseconds timeout) = 0;  // default 60 s
+  virtual void poison(const std::string& why) = 0;                  // make every later call fail, on all ranks
+};
+
+// Threads in one process: the embedded engine and the test bed. engines[r] is rank r's; each is used by one thread.
+std::vector<std::unique_ptr<Engine>> make_loopback(int world);
+
+// Runs body(engine) for every rank on a thread of its own; rethrows the first error by rank after all have ended.
+void run_loopback(int world, const std::function<void(Engine&)>& body);
+
+// MPI (only in builds that found it: mpi_built()). `communicator` is a pointer to an MPI_Comm, or null for
+// MPI_COMM_WORLD; it is duplicated. MPI must be initialised by the caller with MPI_THREAD_MULTIPLE, and is never finalised here.
+bool mpi_built();
+std::unique_ptr<Engine> make_mpi(const void* communicator = nullptr);
+
+}  // namespace gradwire

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Error feedback that survives. Residuals are kept by tensor name, unscaled, in f32 or bf16; encode writes the new
+// residual beside the old one, and commit(step) or rollback(step) decides when all of the step's tensors are decoded:
+// a skipped step changes no residual, on any rank. State is saved to one file and can be moved to another world size.
+//
+// Two sides. `up`: what a worker still owes (its own gradient less what it sent). `down`: what the owner of a shard
+// still owes to everybody (the mean less what it sent down), kept only for the pieces this rank owns.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "gradwire/plan.h"
+#include "gradwire/runner.h"
+
+namespace gradwire {
+
+enum class Side : uint8_t { up = 0, down = 1 };
+
+// Per-tensor rules: "*.bias=fp32;1d=fp32;*=qsgd:bits=4". The first rule that matches wins; `1d` matches tensors with
+// at most one dimension, anything else is a glob over the name. The last rule must be `*`. A plain spec is one rule.
+class Rules {
+ public:
+  static Rules parse(std::string_view text);
+  std::string str() const;
+  const Codec& codec_for(std::string_view name, int dimensions) const;
+
+ private:
+  struct Rule {
+    std::string pattern;
+    Codec codec;
+  };
+  std::vector<Rule> rules_;
+};
+
+class ErrorFeedback {
+ public:
+  explicit ErrorFeedback(DType dtype = DType::f32, const Device& device = {});
+  ~ErrorFeedback();
+  ErrorFeedback(ErrorFeedback&&) noexcept;
+  ErrorFeedback& operator=(ErrorFeedback&&) noexcept;
+
+  // Makes room, filled with zeros, for `count` elements of tensor `name` from element `first` on. Again with the
+  // same numbers: nothing; with others: Error{usage}.
+  void add(Side side, const std::string& name, uint64_t count, uint64_t first = 0);
+
+  // The residuals of `tensors` for one encode at `step`. Tensors that were not added get no feedback. A tensor may be
+  // a piece of one that was added whole. The object must outlive the encode call.
+  struct Pointers {
+    std::vector<const void*> before;
+    std::vector<void*> after;
+    Residuals residuals;  // spans over the two vectors
+  };
+  std::unique_ptr<Pointers> begin(Side side, uint64_t step, std::span<const TensorSpec> tensors,
+                                  float loss_scale = 1.0f);
+
+  // All tensors begun at `step` take their new residual, or keep the old one. Error{usage} if another step is open.
+  void commit(uint64_t step);
+  void rollback(uint64_t step);
+
+  void save(const std::string& path) const;  // atomic: the old file stays whole until the new one is complete
+  static ErrorFeedback load(const std::string& path, const Device& device = {});  // a truncated or altered file is refused
+
+  // The states of all ranks of one world -> the states for another world. Keeps the debt in units of the mean:
+  // (1/W) * sum of the workers' residuals + the owners' residuals, within f32 rounding.
+  static std::vector<ErrorFeedback> redistribute(std::span<const ErrorFeedback> ranks, int new_world);
+
+  std::vector<float> residual(Side side, const std::string& name, uint64_t first = 0) const;  // copied to the host, as f32
+  uint64_t hash() const;  // of every committed residual: two equal states have equal hashes
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace gradwire

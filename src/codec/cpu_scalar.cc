@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// The reference loop: the same bodies and the same driver, one element at a time.
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <utility>
+
+#include "core/random.h"
+#include "device/kernels.h"
+#include "device/lane.h"
+
+namespace gradwire {
+namespace {
+
+#define GW_BODY inline
+#define GW_DISPATCH inline
+#include "codec/bodies-inl.h"
+#include "device/cpu_driver-inl.h"
+#include "codec/cpu_table-inl.h"
+
+}  // namespace
+
+const Kernels& scalar_kernels() {
+  static const Kernels kernels = Table<ScalarLane>::kernels("scalar");
+  return kernels;
+}
+
+}  // namespace gradwire

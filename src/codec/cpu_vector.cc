@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// The bodies and the driver on Highway vectors: this file is compiled once per target that the compiler knows, and the
+// processor's own capabilities decide at run time which tables may be used.
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <utility>
+
+#include "core/random.h"
+#include "device/kernels.h"
+
+// Vectors whose size is known only at run time cannot be members of a struct, as the driver wants them; NEON serves Arm. SSE4 is
+// old enough to be the least on x86.
+#undef HWY_DISABLED_TARGETS
+#define GW_NO_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3)
+#if defined(GRADWIRE_ONE_TARGET)  // sanitizer builds: one vector target is enough, and compiles in a quarter of the time
+#define HWY_DISABLED_TARGETS (GW_NO_TARGETS | HWY_AVX3 | HWY_SSE4)
+#else
+#define HWY_DISABLED_TARGETS GW_NO_TARGETS
+#endif
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "codec/cpu_vector.cc"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+
+// Highway also visits a target without vectors; cpu_scalar.cc is our loop for that.
+#if HWY_TARGET != HWY_SCALAR && HWY_TARGET != HWY_EMU128
+HWY_BEFORE_NAMESPACE();
+namespace gradwire {
+namespace HWY_NAMESPACE {
+namespace {
+
+namespace hn = hwy::HWY_NAMESPACE;
+#undef GW_BODY
+#define GW_BODY HWY_INLINE
+#undef GW_DISPATCH
+#define GW_DISPATCH HWY_INLINE
+#include "device/hwy_lane-inl.h"
+#include "codec/bodies-inl.h"
+#include "device/cpu_driver-inl.h"
+#include "codec/cpu_table-inl.h"
+
+}  // namespace
+
+Kernels make_kernels() { return Table<VectorLane>::kernels(hwy::TargetName(HWY_TARGET)); }
+
+}  // namespace HWY_NAMESPACE
+}  // namespace gradwire
+HWY_AFTER_NAMESPACE();
+#endif
+
+#if HWY_ONCE
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "gradwire/error.h"
+#include "gradwire/runner.h"
+
+namespace gradwire {
+
+const std::vector<const Kernels*>& vector_kernels() {
+  static const std::vector<Kernels> all = [] {
+    std::vector<Kernels> tables;
+    const int64_t usable = hwy::SupportedTargets();
+    (void)usable;
+#define GW_TARGET(bit, space) \
+  if (usable & (bit)) tables.push_back(space::make_kernels());
+    // Best first. A target stands here if this compiler built it.
+#if HWY_TARGETS & HWY_AVX3
+    GW_TARGET(HWY_AVX3, N_AVX3)
+#endif
+#if HWY_TARGETS & HWY_AVX2
+    GW_TARGET(HWY_AVX2, N_AVX2)
+#endif
+#if HWY_TARGETS & HWY_SSE4
+    GW_TARGET(HWY_SSE4, N_SSE4)
+#endif
+#if HWY_TARGETS & HWY_NEON
+    GW_TARGET(HWY_NEON, N_NEON)
+#endif
+#undef GW_TARGET
+    return tables;
+  }();
+  static const std::vector<const Kernels*> pointers = [] {
+    std::vector<const Kernels*> out;
+    for (const Kernels& table : all) out.push_back(&table);
+    return out;
+  }();
+  return pointers;
+}
+
+std::vector<std::string> simd_targets() {
+  std::vector<std::string> names;
+  for (const Kernels* table : vector_kernels()) names.emplace_back(table->name);
+  return names;
+}
+
+const Kernels& kernels_named(const std::string& simd) {
+  if (simd == "scalar" || (simd.empty() && vector_kernels().empty())) return scalar_kernels();
+  if (simd.empty()) return *vector_kernels().front();
+  for (const Kernels* table : vector_kernels())
+    if (simd == table->name) return *table;
+  throw Error(ErrorKind::usage, fmt::format("simd is '{}'; allowed here are scalar, {}", simd, fmt::join(simd_targets(), ", ")),
+              "simd");
+}
+
+}  // namespace gradwire
+#endif  // HWY_ONCE

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+// From a spec string to a Codec and back. Parsing is here and nowhere else; printing is its inverse.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <charconv>
+#include <cmath>
+
+#include "codec/define.h"
+#include "gradwire/error.h"
+
+namespace gradwire {
+namespace {
+
+const std::vector<CodecDef>& definitions() {
+  static const std::vector<CodecDef> all = {
+#define GW_CODEC(name) codec_##name(),
+#include "codec/codecs.def"
+#undef GW_CODEC
+  };
+  return all;
+}
+
+template <class T>
+bool read_number(const std::string& text, T& value) {
+  const char* end = text.data() + text.size();
+  const auto result = std::from_chars(text.data(), end, value);
+  return result.ec == std::errc() && result.ptr == end;
+}
+
+// Spec strings come from messages too: what is shown of them is cut to a readable length.
+std::string shown(std::string_view text) {
+  std::string out;
+  for (char c : text.substr(0, 80)) out += c >= 32 && c < 127 ? c : '?';
+  return text.size() > 80 ? out + "..." : out;
+}
+
+}  // namespace
+
+std::string Parameter::allowed() const {
+  switch (type) {
+    case Type::integer: return fmt::format("an integer from {} to {}", low, high);
+    case Type::power_of_two: return fmt::format("a power of two from {} to {}", low, high);
+    case Type::real: return fmt::format("a number from {} to {}", low, high);
+    case Type::choice: return fmt::format("one of {}", fmt::join(choices, ", "));
+  }
+  return {};
+}
+
+std::string Parameter::canonical(const std::string& value) const {
+  if (type == Type::choice) {
+    for (const std::string& choice : choices)
+      if (value == choice) return value;
+  } else if (type == Type::real) {
+    double number = 0;
+    if (read_number(value, number) && number >= low && number <= high) return fmt::format("{}", number == 0 ? 0.0 : number);  // no -0
+  } else {
+    int64_t number = 0;
+    if (read_number(value, number) && static_cast<double>(number) >= low && static_cast<double>(number) <= high &&
+        (type == Type::integer || (number & (number - 1)) == 0))
+      return fmt::format("{}", number);
+  }
+  throw Error(ErrorKind::usage, fmt::format("{} is '{}'; allowed is {}", name, shown(value), allowed()), name);
+}
+
+// Not std::stod: that follows the locale, and throws on subnormals.
+double Values::real(const std::string& name) const {
+  double number = 0;
+  read_number(text.at(name), number);
+  return number;
+}
+
+struct Codec::Impl {
+  const CodecDef* def;
+  Values values;
+  Scheme scheme;
+  Traits traits;
+  std::string text;
+
+  Impl(const CodecDef& d, Values v) : def(&d), values(std::move(v)), scheme(d.scheme(values)), traits(d.traits(values)) {
+    text = d.name;
+    char separator = ':';
+    for (const Parameter& p : d.parameters) {
+      text += fmt::format("{}{}={}", separator, p.name, values.text.at(p.name));
+      separator = ',';
+    }
+  }
+};
+
+Codec::Codec(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
+Codec::Codec() : Codec(parse("fp32")) {}
+
+Codec Codec::parse(std::string_view spec) {
+  const std::string_view name = spec.substr(0, spec.find(':'));
+  const CodecDef* def = nullptr;
+  for (const CodecDef& d : definitions())
+    if (d.name == name) def = &d;
+  if (!def) {
+    std::vector<std::string> names;
+    for (const CodecDef& d : definitions()) names.push_back(d.name);
+    throw Error(ErrorKind::usage, fmt::format("codec is '{}'; known are {}", shown(name), fmt::join(names, ", ")), "codec");
+  }
+  Values values;
+  for (const Parameter& p : def->parameters) values.text[p.name] = p.fallback;
+  std::map<std::string, bool> given;
+  std::string_view rest = name.size() < spec.size() ? spec.substr(name.size() + 1) : std::string_view{};
+  if (name.size() < spec.size() && rest.empty())
+    throw Error(ErrorKind::usage, fmt::format("codec '{}' ends with a colon but gives no parameter", shown(spec)), "codec");
+  while (!rest.empty()) {
+    const std::string_view item = rest.substr(0, rest.find(','));
+    const bool more = item.size() < rest.size();
+    rest = more ? rest.substr(item.size() + 1) : std::string_view{};
+    const size_t equals = item.find('=');
+    const std::string key(item.substr(0, equals));
+    const Parameter* parameter = nullptr;
+    std::vector<std::string> names;
+    for (const Parameter& p : def->parameters) {
+      names.push_back(p.name);
+      if (p.name == key) parameter = &p;
+    }
+    if (!parameter)
+      throw Error(ErrorKind::usage,
+                  names.empty() ? fmt::format("{} has no parameter '{}'; it takes none", def->name, shown(key))
+                                : fmt::format("{} has no parameter '{}'; allowed are {}", def->name, shown(key), fmt::join(names, ", ")),
+                  key);
+    if (equals == std::string_view::npos)
+      throw Error(ErrorKind::usage, fmt::format("{} has no value; allowed is {}", key, parameter->allowed()), key);
+    if (given[key]) throw Error(ErrorKind::usage, fmt::format("{} is given twice", key), key);
+    if (more && rest.empty())
+      throw Error(ErrorKind::usage, fmt::format("codec '{}' ends with a comma", shown(spec)), "codec");
+    given[key] = true;
+    values.text[key] = parameter->canonical(std::string(item.substr(equals + 1)));
+  }
+  return Codec(std::make_shared<Impl>(*def, std::move(values)));
+}
+
+std::string Codec::str() const { return impl_->text; }
+const std::string& Codec::name() const { return impl_->def->name; }
+Traits Codec::traits() const { return impl_->traits; }
+const Scheme& Codec::scheme() const { return impl_->scheme; }
+uint64_t Codec::bytes(uint64_t count) const { return region_words(impl_->scheme, count) * 4; }
+bool Codec::has(std::string_view parameter) const { return impl_->values.text.count(std::string(parameter)) > 0; }
+
+std::string Codec::get(std::string_view parameter) const {
+  const auto found = impl_->values.text.find(std::string(parameter));
+  if (found == impl_->values.text.end())
+    throw Error(ErrorKind::usage, fmt::format("{} has no parameter '{}'", name(), parameter), std::string(parameter));
+  return found->second;
+}
+
+Codec Codec::with(std::string_view parameter, std::string_view value) const {
+  get(parameter);  // throws if there is none
+  std::string spec = name();
+  char separator = ':';
+  for (const Parameter& p : impl_->def->parameters) {
+    spec += fmt::format("{}{}={}", separator, p.name, p.name == parameter ? std::string(value) : impl_->values.text.at(p.name));
+    separator = ',';
+  }
+  return parse(spec);
+}
+
+const std::vector<CodecInfo>& codecs() {
+  static const std::vector<CodecInfo> all = [] {
+    std::vector<CodecInfo> out;
+    for (const CodecDef& d : definitions()) {
+      CodecInfo info{d.name, d.summary, d.example, {}};
+      for (const Parameter& p : d.parameters) info.parameters.push_back({p.name, p.fallback, p.allowed(), p.meaning});
+      out.push_back(std::move(info));
+    }
+    return out;
+  }();
+  return all;
+}
+
+}  // namespace gradwire

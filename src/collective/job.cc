@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/job.h"
+
+#include <fmt/format.h>
+
+#include <set>
+
+#include "gradwire/error.h"
+#include "gradwire/message.h"
+
+namespace gradwire {
+namespace {
+
+// The down stage has one sender per element, so nothing averages its random errors out: round to nearest.
+Codec to_nearest(const Codec& codec) { return codec.has("rounding") ? codec.with("rounding", "nearest") : codec; }
+
+// A lossless codec leaves no residual: room for one would be zeros for ever.
+bool wants_residual(const Codec& codec, ReduceOptions::Feedback choice) {
+  const Traits traits = codec.traits();
+  if (traits.lossless || choice == ReduceOptions::Feedback::off) return false;
+  return choice == ReduceOptions::Feedback::on || traits.feedback;
+}
+
+const char* name_of(ReduceOptions::Feedback choice) {
+  return choice == ReduceOptions::Feedback::codec ? "codec" : choice == ReduceOptions::Feedback::on ? "on" : "off";
+}
+
+}  // namespace
+
+Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOptions& given)
+    : collective(std::move(name)), tensors(list.begin(), list.end()), options(given) {
+  std::set<std::string_view> names;
+  for (const NamedTensor& tensor : tensors)
+    if (!names.insert(tensor.name).second)
+      throw Error(ErrorKind::usage,
+                  fmt::format("tensor name '{}' stands twice in the list; names must differ, residuals and random bits "
+                              "hang on them",
+                              tensor.name),
+                  "name");
+  const Rules up_rules = Rules::parse(options.up);
+  up_text_ = up_rules.str();
+  down_text_ = "as up, to nearest";
+  for (const NamedTensor& tensor : tensors) {
+    up.push_back(up_rules.codec_for(tensor.name, tensor.dimensions));
+    down.push_back(to_nearest(up.back()));
+  }
+  if (!options.down.empty()) {
+    const Rules rules = Rules::parse(options.down);
+    down_text_ = rules.str();
+    for (size_t i = 0; i < tensors.size(); ++i) down[i] = rules.codec_for(tensors[i].name, tensors[i].dimensions);
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    up_feedback.push_back(wants_residual(up[i], options.feedback));
+    down_feedback.push_back(wants_residual(down[i], options.owner_feedback));
+  }
+}
+
+Terms Job::terms() const {
+  Terms terms;
+  terms.common = {{"version", std::to_string(kWireVersion)},
+                  {"collective", collective},
+                  {"op", options.op == ReduceOptions::Op::mean ? "mean" : "sum"},
+                  {"up", up_text_},
+                  {"down", down_text_},
+                  {"feedback", fmt::format("{}, owner {}, {}", name_of(options.feedback),
+                                           name_of(options.owner_feedback), gradwire::name_of(options.residual))},
+                  {"seed", std::to_string(options.seed)}};
+  for (size_t i = 0; i < tensors.size(); ++i)
+    terms.tensors.push_back({{"name", tensors[i].name},
+                             {"count", std::to_string(tensors[i].count)},
+                             {"dtype", std::string(gradwire::name_of(tensors[i].dtype))},
+                             {"codec", fmt::format("{} up, {} down", up[i].str(), down[i].str())}});
+  return terms;
+}
+
+std::vector<Shard> Job::whole(int owner) const {
+  std::vector<Shard> all;
+  for (size_t i = 0; i < tensors.size(); ++i)
+    if (tensors[i].count > 0) all.push_back({i, 0, tensors[i].count, owner});
+  return all;
+}
+
+std::vector<Shard> Job::of_owner(std::span<const Shard> all, int owner) {
+  std::vector<Shard> mine;
+  for (const Shard& shard : all)
+    if (shard.owner == owner) mine.push_back(shard);
+  return mine;
+}
+
+std::vector<TensorSpec> Job::specs(std::span<const Shard> shards, Side side, bool as_f32) const {
+  std::vector<TensorSpec> list;
+  for (const Shard& shard : shards) {
+    const NamedTensor& tensor = tensors[shard.tensor];
+    list.push_back({.name = tensor.name,
+                    .count = shard.count,
+                    .dtype = as_f32 ? DType::f32 : tensor.dtype,
+                    .codec = side == Side::up ? up[shard.tensor] : down[shard.tensor],
+                    .first = shard.first});
+  }
+  return list;
+}
+
+void Job::add_residuals(ErrorFeedback& feedback, std::span<const Shard> shards, Side side) const {
+  for (const Shard& shard : shards)
+    if (side == Side::up ? up_feedback[shard.tensor] : down_feedback[shard.tensor])
+      feedback.add(side, tensors[shard.tensor].name, shard.count, shard.first);
+}
+
+Device Job::device() const { return Device{.threads = options.threads, .simd = options.simd}; }
+
+void Job::check_pointers(std::span<const void* const> pointers, const char* what) const {
+  if (pointers.size() != tensors.size())
+    throw Error(ErrorKind::usage,
+                fmt::format("{} has {} pointers; there are {} tensors", what, pointers.size(), tensors.size()), what);
+  for (size_t i = 0; i < tensors.size(); ++i)
+    if (!pointers[i] && tensors[i].count > 0)
+      throw Error(ErrorKind::usage, fmt::format("{} is null for tensor {} ('{}')", what, i, tensors[i].name), what);
+}
+
+}  // namespace gradwire

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/stages.h"
+
+#include <new>
+#include <type_traits>
+#include <utility>
+
+#include "core/float_mode.h"
+
+namespace gradwire {
+namespace {
+
+enum Stage : uint32_t { kUp = 0, kDown = 1 };
+
+Stamp stamp_of(const Engine& engine, const Job& job, uint64_t step, Stage stage, size_t rank) {
+  return {.seed = job.options.seed,
+          .step = step,
+          .stage = stage,
+          .rank = static_cast<uint32_t>(rank),
+          .world = static_cast<uint32_t>(engine.size())};
+}
+
+// Where the shards lie, given where their tensors do.
+template <class Pointer>
+std::vector<Pointer> locate(const Job& job, std::span<const Shard> shards, std::span<const Pointer> tensors) {
+  using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const std::byte, std::byte>;
+  std::vector<Pointer> at;
+  for (const Shard& shard : shards)
+    at.push_back(static_cast<Byte*>(tensors[shard.tensor]) + shard.first * bytes_of(job.tensors[shard.tensor].dtype));
+  return at;
+}
+
+std::vector<std::vector<Shard>> by_owner(const Job& job, int world) {
+  const std::vector<Shard> all = shards(job.tensors, world);
+  std::vector<std::vector<Shard>> lists;
+  for (int owner = 0; owner < world; ++owner) lists.push_back(Job::of_owner(all, owner));
+  return lists;
+}
+
+std::vector<Bytes> views(std::span<const Block> blocks) {
+  std::vector<Bytes> all;
+  for (const Block& block : blocks) all.push_back(block.bytes());
+  return all;
+}
+
+}  // namespace
+
+Block::Block(size_t bytes)
+    : data_(static_cast<std::byte*>(::operator new (bytes, std::align_val_t{64}))), size_(bytes) {}
+void Block::Free::operator()(std::byte* data) const { ::operator delete (data, std::align_val_t{64}); }
+
+Coder::Coder(std::vector<TensorSpec> specs, const Device& device)
+    : plan_(std::move(specs)), runner_(make_runner(plan_, device)) {}
+
+void Coder::begin(ErrorFeedback* feedback, Side side, uint64_t step, float loss_scale) {
+  residuals_.reset();
+  if (feedback) residuals_ = feedback->begin(side, step, plan_.tensors(), loss_scale);
+}
+
+void Coder::encode(std::span<const void* const> shards, const Stamp& stamp, Bytes message) {
+  runner_->encode(shards, stamp, message, residuals_ ? &residuals_->residuals : nullptr);
+  runner_->wait();
+  residuals_.reset();
+}
+
+void Coder::decode(ConstBytes message, std::span<void* const> shards, Write write, const Stamp& expected) {
+  runner_->decode(message, shards, write, &expected);
+  runner_->wait();
+}
+
+UpStage::UpStage(Engine& engine, const Job& job, Owners owners) : engine_(engine), job_(job), owners_(owners) {
+  const auto world = static_cast<size_t>(engine.size()), me = static_cast<size_t>(engine.rank());
+  if (owners == Owners::shards)
+    shards_ = by_owner(job, engine.size());
+  else
+    shards_.push_back(job.whole());
+  mine_ = owners == Owners::shards ? shards_[me] : shards_[0];
+  for (const std::vector<Shard>& list : shards_) {
+    writers_.push_back(std::make_unique<Coder>(job.specs(list, Side::up, false), job.device()));
+    if (owners == Owners::shards) sent_.emplace_back(writers_.back()->message_bytes());
+  }
+  reader_ = std::make_unique<Coder>(job.specs(mine_, Side::up, true), job.device());
+  for (size_t p = 0; p < world; ++p)
+    received_.emplace_back(owners == Owners::shards && p == me ? 0 : reader_->message_bytes());
+}
+
+void UpStage::begin(const StepContext& context) {
+  if (context.feedback) job_.add_residuals(*context.feedback, job_.whole(), Side::up);
+  for (auto& writer : writers_) writer->begin(context.feedback, Side::up, context.step, context.loss_scale);
+}
+
+void UpStage::run(uint64_t step, std::span<const void* const> in, std::span<float* const> sums) {
+  const auto me = static_cast<size_t>(engine_.rank());
+  const std::vector<Bytes> recv = views(received_);
+  const std::vector<Bytes> written = owners_ == Owners::shards ? views(sent_) : std::vector{recv[me]};
+  for (size_t m = 0; m < writers_.size(); ++m)
+    writers_[m]->encode(locate(job_, shards_[m], in), stamp_of(engine_, job_, step, kUp, me), written[m]);
+
+  std::vector<ConstBytes> messages(recv.begin(), recv.end());
+  if (owners_ == Owners::shards) {
+    std::vector<ConstBytes> send(written.begin(), written.end());
+    messages[me] = std::exchange(send[me], {});  // one's own need not travel
+    engine_.all_to_all(send, recv).wait();
+  } else {
+    engine_.all_gather(written[0], recv).wait();
+  }
+  const std::vector<void*> to(sums.begin(), sums.end());
+  for (size_t p = 0; p < messages.size(); ++p)
+    reader_->decode(messages[p], to, p == 0 ? Write::set : Write::add, stamp_of(engine_, job_, step, kUp, p));
+}
+
+uint64_t UpStage::bytes_sent() const {
+  const auto world = static_cast<size_t>(engine_.size()), me = static_cast<size_t>(engine_.rank());
+  if (owners_ == Owners::everybody) return received_[me].bytes().size() * (world - 1);
+  uint64_t bytes = 0;
+  for (size_t p = 0; p < world; ++p) bytes += p == me ? 0 : sent_[p].bytes().size();
+  return bytes;
+}
+
+DownStage::DownStage(Engine& engine, const Job& job)
+    : engine_(engine), job_(job), shards_(by_owner(job, engine.size())) {
+  for (const std::vector<Shard>& list : shards_) {
+    readers_.push_back(std::make_unique<Coder>(job.specs(list, Side::down, false), job.device()));
+    received_.emplace_back(readers_.back()->message_bytes());
+  }
+  writer_ = std::make_unique<Coder>(job.specs(mine(), Side::down, true), job.device());
+}
+
+void DownStage::begin(const StepContext& context) {
+  if (context.feedback) job_.add_residuals(*context.feedback, mine(), Side::down);
+  // Residuals are kept in units of the mean, so that they mean the same in a world of another size; where the sum is
+  // sent, what is encoded is `world` times that, which is a scale like the loss's.
+  const float scale = job_.options.op == ReduceOptions::Op::sum ? static_cast<float>(engine_.size()) : 1.0f;
+  writer_->begin(context.feedback, Side::down, context.step, context.loss_scale * scale);
+}
+
+void DownStage::run(uint64_t step, std::span<const float* const> values, std::span<void* const> out) {
+  const auto me = static_cast<size_t>(engine_.rank());
+  const std::vector<const void*> from(values.begin(), values.end());
+  writer_->encode(from, stamp_of(engine_, job_, step, kDown, me), received_[me].bytes());
+  engine_.all_gather(received_[me].bytes(), views(received_)).wait();
+  for (size_t p = 0; p < readers_.size(); ++p)
+    readers_[p]->decode(received_[p].bytes(), locate(job_, shards_[p], out), Write::set,
+                        stamp_of(engine_, job_, step, kDown, p));
+}
+
+uint64_t DownStage::bytes_sent() const { return writer_->message_bytes() * static_cast<uint64_t>(engine_.size() - 1); }
+
+RootStage::RootStage(Engine& engine, const Job& job, int root)
+    : engine_(engine),
+      job_(job),
+      root_(root),
+      shards_(job.whole(root)),
+      coder_(job.specs(shards_, Side::down, false), job.device()),
+      message_(coder_.message_bytes()) {}
+
+void RootStage::begin(const StepContext& context) {
+  if (engine_.rank() != root_) return;
+  if (context.feedback) job_.add_residuals(*context.feedback, shards_, Side::down);
+  coder_.begin(context.feedback, Side::down, context.step, context.loss_scale);
+}
+
+void RootStage::run(uint64_t step, std::span<void* const> data) {
+  const std::vector<void*> at = locate(job_, shards_, data);
+  const Stamp stamp = stamp_of(engine_, job_, step, kDown, static_cast<size_t>(root_));
+  if (engine_.rank() == root_) coder_.encode(std::vector<const void*>(at.begin(), at.end()), stamp, message_.bytes());
+  engine_.broadcast(message_.bytes(), root_).wait();
+  coder_.decode(message_.bytes(), at, Write::set, stamp);
+}
+
+void finish_sums(const Job& job, int world, std::span<const Shard> shards, std::span<float* const> sums) {
+  if (job.options.op == ReduceOptions::Op::sum) return;
+  const FloatMode ieee;
+  const auto divisor = static_cast<float>(world);
+  for (size_t i = 0; i < shards.size(); ++i)
+    for (float* x = sums[i]; x < sums[i] + shards[i].count; ++x) *x /= divisor;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Randomness is a function, not a state: the random bits of an element depend on (seed, step, stage, rank, hash of
+// the tensor's name, index of the element in its tensor) and on nothing else, so every device, thread count and
+// grouping draws the same ones, and ranks draw independent ones.
+//
+// A 64-bit key is made per block of 1024 elements (cheap, once a block). In the block, element (row, lane) of the 32 x 32
+// grid takes 16 bits: the low half of random_word(row / 2 * 32 + lane) in even rows, the high half in odd ones.
+// With 16 bits the probability of rounding up is off by at most 2^-17.
+#pragma once
+
+#include "core/bits.h"
+
+namespace gradwire {
+
+inline constexpr uint32_t kWeyl = 0x9e3779b9u;
+
+GW_HD inline uint64_t call_key(uint64_t seed, uint64_t step, uint32_t stage, uint32_t rank) {
+  uint64_t key = mix64(seed + 0x9e3779b97f4a7c15ull);
+  key = mix64(key ^ step);
+  return mix64(key + (uint64_t{stage} << 32 | rank) + 1);
+}
+
+GW_HD inline uint64_t tensor_key(uint64_t call, uint64_t name_hash) { return mix64(call ^ name_hash); }
+
+GW_HD inline uint64_t block_key(uint64_t tensor, uint64_t block) {
+  return mix64(tensor + block * 0x9e3779b97f4a7c15ull);
+}
+
+// 32 random bits for counter c (0..511) of a block; the lane form stands in device/lane.h.
+GW_HD inline uint32_t random_word(uint64_t key, uint32_t c) {
+  uint32_t x = c * kWeyl + static_cast<uint32_t>(key);
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x += static_cast<uint32_t>(key >> 32);
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  x ^= x >> 16;
+  return x;
+}
+
+}  // namespace gradwire

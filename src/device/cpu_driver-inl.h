@@ -1,0 +1,557 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU driver: owns loading, feedback, statistics, random bits, packing, tails and checksums, for any body B and any
+// lane L. Included once per target (no include guard); GW_BODY is how that place spells "inline".
+//
+// A block is a grid of 32 rows x 32 lanes: element i stands in row i / 32, lane i % 32. The codes of one lane, row after
+// row, form a string of 32 * bits bits = `bits` words; word q of lane l is word q * 32 + l of the block. So packing
+// needs shifts and ors within lanes only, whatever the vector's width.
+
+template <class L>
+struct Driver {
+  using F = typename L::F;
+  using U = typename L::U;
+
+  // --- loading -------------------------------------------------------------------------------------------------
+
+  template <DType kType>
+  static GW_BODY F widen(const void* data, uint64_t i) {
+    if constexpr (kType == DType::f32) return L::load(static_cast<const float*>(data) + i);
+    const U h = L::load_16(static_cast<const uint16_t*>(data) + i);
+    if constexpr (kType == DType::bf16) return L::from_bits(L::template shl<16>(h));
+    const U sign = L::template shl<16>(L::and_u(h, L::set_u(0x8000u))), magnitude = L::and_u(h, L::set_u(0x7fffu));
+    const U shifted = L::template shl<13>(magnitude);
+    const U value = L::bits(L::mul(L::from_bits(shifted), L::set(0x1p112f)));
+    return L::from_bits(L::or_u(sign, L::select_u(L::less_u(magnitude, L::set_u(0x7c00u)), value,
+                                                  L::or_u(shifted, L::set_u(kInfBits)))));
+  }
+  static float widen_one(const void* data, DType dtype, uint64_t i) {
+    if (dtype == DType::f32) return static_cast<const float*>(data)[i];
+    const uint16_t h = static_cast<const uint16_t*>(data)[i];
+    return dtype == DType::f16 ? f16_to_f32(h) : bf16_to_f32(h);
+  }
+
+  template <DType kType>
+  static void stage_plain(const Span& s, uint64_t at, uint64_t whole, float* x) {
+    for (uint64_t i = 0; i < whole; i += L::kWidth) L::store(widen<kType>(s.in, at + i), x + i);
+  }
+  template <DType kType, DType kResidual>
+  static void stage_feedback(const Span& s, uint64_t at, uint64_t whole, float* x) {
+    const F scale = L::set(s.loss_scale);
+    for (uint64_t i = 0; i < whole; i += L::kWidth)
+      L::store(L::add(widen<kType>(s.in, at + i), L::mul(widen<kResidual>(s.before, at + i), scale)), x + i);
+  }
+  template <DType kType>
+  static void stage_type(const Span& s, uint64_t at, uint64_t whole, float* x) {
+    if (!s.before)
+      stage_plain<kType>(s, at, whole, x);
+    else if (s.residual == DType::f32)
+      stage_feedback<kType, DType::f32>(s, at, whole, x);
+    else
+      stage_feedback<kType, DType::bf16>(s, at, whole, x);
+  }
+
+  static const float* stage(const Span& s, uint64_t block, float* x) {
+    const uint64_t at = block * kBlock, n = s.elements_of(block), whole = n / L::kWidth * L::kWidth;
+    if (s.dtype == DType::f32 && !s.before && n == kBlock) return static_cast<const float*>(s.in) + at;
+    if (s.dtype == DType::f32)
+      stage_type<DType::f32>(s, at, whole, x);
+    else if (s.dtype == DType::f16)
+      stage_type<DType::f16>(s, at, whole, x);
+    else
+      stage_type<DType::bf16>(s, at, whole, x);
+    for (uint64_t i = whole; i < n; ++i) {
+      x[i] = widen_one(s.in, s.dtype, at + i);
+      if (s.before) x[i] += widen_one(s.before, s.residual, at + i) * s.loss_scale;
+    }
+    for (uint64_t i = n; i < kBlock; ++i) x[i] = 0;
+    return x;
+  }
+
+  // --- storing -------------------------------------------------------------------------------------------------
+
+  static GW_BODY U narrow_bf16(F x) {  // nearest even; NaN stays NaN
+    const U bits = L::bits(x), magnitude = L::and_u(bits, L::set_u(0x7fffffffu));
+    const U odd = L::and_u(L::template shr<16>(bits), L::set_u(1));
+    const U rounded = L::template shr<16>(L::add_u(L::add_u(bits, L::set_u(0x7fffu)), odd));
+    return L::select_u(L::less_u(L::set_u(kInfBits), magnitude), L::set_u(kMarkerBf16), rounded);
+  }
+
+  static void put(const Span& s, uint64_t block, const float* x) {
+    const uint64_t at = block * kBlock, n = s.elements_of(block);
+    if (s.dtype == DType::f32) {
+      float* out = static_cast<float*>(s.out) + at;
+      const uint64_t whole = n / L::kWidth * L::kWidth;
+      if (s.add) {
+        for (uint64_t i = 0; i < whole; i += L::kWidth) L::store(L::add(L::load(out + i), L::load(x + i)), out + i);
+        for (uint64_t i = whole; i < n; ++i) out[i] += x[i];
+      } else {
+        std::memcpy(out, x, n * sizeof(float));
+      }
+      return;
+    }
+    uint16_t* out = static_cast<uint16_t*>(s.out) + at;
+    if (s.dtype == DType::f16)
+      for (uint64_t i = 0; i < n; ++i) out[i] = f32_to_f16(x[i]);
+    else
+      for (uint64_t i = 0; i < n; ++i) out[i] = f32_to_bf16(x[i]);
+  }
+
+  // A NaN means the unit was marked: its residual stays.
+  template <bool kStream>
+  static void put_residual_f32(const float* x, const float* before, float* after, uint64_t n) {
+    const U inf = L::set_u(kInfBits), mask = L::set_u(0x7fffffffu);
+    const uint64_t whole = n / L::kWidth * L::kWidth;
+    for (uint64_t i = 0; i < whole; i += L::kWidth) {
+      const F r = L::load(x + i);
+      const F kept = L::select(L::less_u(inf, L::and_u(L::bits(r), mask)), L::load(before + i), r);
+      if constexpr (kStream)
+        L::stream(kept, after + i);
+      else
+        L::store(kept, after + i);
+    }
+    for (uint64_t i = whole; i < n; ++i) after[i] = x[i] != x[i] ? before[i] : x[i];
+  }
+
+  static void put_residual(const Span& s, uint64_t block, const float* x) {
+    const uint64_t at = block * kBlock, n = s.elements_of(block);
+    if (s.residual == DType::f32) {
+      const float* before = static_cast<const float*>(s.before) + at;
+      float* after = static_cast<float*>(s.after) + at;
+      if (s.stream && reinterpret_cast<uintptr_t>(after) % 64 == 0)
+        put_residual_f32<true>(x, before, after, n);
+      else
+        put_residual_f32<false>(x, before, after, n);
+      return;
+    }
+    const uint16_t* before = static_cast<const uint16_t*>(s.before) + at;
+    uint16_t* after = static_cast<uint16_t*>(s.after) + at;
+    const uint64_t whole = n / L::kWidth * L::kWidth;
+    const U inf = L::set_u(kInfBits), mask = L::set_u(0x7fffffffu);
+    for (uint64_t i = 0; i < whole; i += L::kWidth) {
+      const F r = L::load(x + i);
+      const typename L::M marked = L::less_u(inf, L::and_u(L::bits(r), mask));
+      L::store_16(L::select_u(marked, L::load_16(before + i), narrow_bf16(r)), after + i);
+    }
+    for (uint64_t i = whole; i < n; ++i) after[i] = x[i] != x[i] ? before[i] : f32_to_bf16(x[i]);
+  }
+
+  // --- statistics ----------------------------------------------------------------------------------------------
+
+  static GW_BODY uint32_t rows_max(const float* x, uint32_t row0, uint32_t row1) {
+    // Four chains, so that the maximum's latency does not bound the pass.
+    const U mask = L::set_u(0x7fffffffu);
+    U top0 = L::set_u(0), top1 = top0, top2 = top0, top3 = top0;
+    uint32_t i = row0 * kLane;
+    const uint32_t end = row1 * kLane;
+    for (; i + 4 * L::kWidth <= end; i += 4 * L::kWidth) {
+      top0 = L::max_u(top0, L::and_u(L::bits(L::load(x + i)), mask));
+      top1 = L::max_u(top1, L::and_u(L::bits(L::load(x + i + L::kWidth)), mask));
+      top2 = L::max_u(top2, L::and_u(L::bits(L::load(x + i + 2 * L::kWidth)), mask));
+      top3 = L::max_u(top3, L::and_u(L::bits(L::load(x + i + 3 * L::kWidth)), mask));
+    }
+    for (; i < end; i += L::kWidth) top0 = L::max_u(top0, L::and_u(L::bits(L::load(x + i)), mask));
+    return L::reduce_max(L::max_u(L::max_u(top0, top1), L::max_u(top2, top3)));
+  }
+
+  static uint32_t absmax(const Span& s, Scratch& scratch) {
+    uint32_t top = 0;
+    for (uint64_t block = s.begin; block < s.end; ++block) {
+      const uint32_t here = rows_max(stage(s, block, scratch.x), 0, kLane);
+      top = here > top ? here : top;
+    }
+    return top;
+  }
+
+  // Padding is zero and adds nothing (zero counts as positive, and only negatives are counted).
+  static GW_BODY void rows_sums(Stat stat, const float* x, uint32_t row0, uint32_t row1, Grid grid, Sums& sums) {
+    const F pre = L::set(grid.pre), scale = L::set(grid.grid);
+    const U zero = L::set_u(0);
+    U first = zero, second = zero, negative = zero;
+    for (uint32_t i = row0 * kLane; i < row1 * kLane; i += L::kWidth) {
+      const F t = L::mul(L::mul(L::load(x + i), pre), scale);
+      if (stat == Stat::l2 || stat == Stat::clip)
+        second = L::add_u(second, L::as_u(L::round(L::mul(L::mul(t, t), L::set(kSquareScale)))));
+      if (stat == Stat::clip) first = L::add_u(first, L::as_u(L::round(L::mul(t, L::set(kSumScale)))));
+      if (stat == Stat::signs) {
+        const U q = L::as_u(L::round(L::mul(t, L::set(kSumScale))));
+        const typename L::M below = L::less(t, L::set(0.0f));
+        first = L::add_u(first, L::select_u(below, zero, q));
+        second = L::add_u(second, L::select_u(below, L::sub_u(zero, q), zero));
+        negative = L::add_u(negative, L::select_u(L::less(L::load(x + i), L::set(0.0f)), L::set_u(1), zero));
+      }
+    }
+    alignas(64) uint32_t lanes[L::kWidth];
+    L::store_u(first, lanes);
+    for (uint32_t lane : lanes) sums.first += static_cast<int32_t>(lane);
+    sums.second += L::reduce_add(second);
+    sums.negative += L::reduce_add(negative);
+  }
+
+  static void sums(const Span& s, uint32_t absmax, Scratch& scratch, Sums& sums) {
+    if (absmax >= kInfBits) return;
+    const Grid grid = grid_for(absmax);
+    for (uint64_t block = s.begin; block < s.end; ++block)
+      rows_sums(s.scheme->stat, stage(s, block, scratch.x), 0, kLane, grid, sums);
+  }
+
+  // --- one block -----------------------------------------------------------------------------------------------
+
+  static GW_BODY U random(U counter, U key1) {  // random_word() of core/random.h, the counter already keyed
+    U x = counter;
+    x = L::xor_u(x, L::template shr<16>(x));
+    x = L::add_u(L::mul_u(x, L::set_u(0x7feb352du)), key1);
+    x = L::xor_u(x, L::template shr<15>(x));
+    x = L::mul_u(x, L::set_u(0x846ca68bu));
+    return L::xor_u(x, L::template shr<16>(x));
+  }
+
+  // What the rows of one group of lanes share.
+  struct Rows {
+    const float* x;
+    float* residual;
+    const UnitParams* params;  // [1] or [32]
+    float unscale;
+    uint32_t* words;
+    uint32_t lane;
+    bool nearest;
+    uint32_t row;
+    U counter, key1, rnd, word;
+  };
+
+  // After so many rows (an even number) the codes of a lane end at the end of a word: the part that is unrolled.
+  template <class B>
+  static constexpr int kPeriod = B::kCodeBits % 2 ? 32 : B::kCodeBits % 4 ? 16 : B::kCodeBits == 4 ? 8 : B::kCodeBits == 8 ? 4 : 2;
+
+  // kOne: one unit, not tiny; else parameters row by row.
+  template <class B, bool kOne, bool kFeedback, int kRow>
+  static GW_BODY void encode_row(Rows& r) {
+    constexpr int kBits = B::kCodeBits, kPlace = kRow * kBits % 32, kWord = kRow * kBits / 32;
+    const uint32_t row = r.row + kRow;
+    const UnitParams& p = r.params[kOne ? 0 : row];
+    U rnd = r.word;  // any value: bodies without chance ignore it
+    if constexpr (B::kRandom) {
+      if constexpr (kRow % 2 == 0) {
+        if (!r.nearest) r.rnd = random(r.counter, r.key1);
+        r.counter = L::add_u(r.counter, L::set_u(32 * kWeyl));
+        rnd = L::and_u(r.rnd, L::set_u(0xffffu));
+      } else {
+        rnd = L::template shr<16>(r.rnd);
+      }
+    }
+    const F x = L::load(r.x + row * 32 + r.lane);
+    const U code = B::template encode<L, !kOne>(x, p, rnd);
+    if constexpr (kFeedback)
+      L::store(L::mul(L::sub(x, B::template decode<L>(code, p)), L::set(r.unscale)), r.residual + row * 32 + r.lane);
+    if constexpr (kPlace == 0)
+      r.word = code;
+    else
+      r.word = L::or_u(r.word, L::template shl<kPlace>(code));
+    if constexpr (kPlace + kBits >= 32) L::store_u(r.word, r.words + kWord * 32 + r.lane);
+    if constexpr (kPlace + kBits > 32) r.word = L::template shr<32 - kPlace>(code);
+  }
+
+  template <class B, bool kOne, bool kFeedback, int... kRow>
+  static GW_BODY void encode_period(Rows& r, std::integer_sequence<int, kRow...>) {
+    (encode_row<B, kOne, kFeedback, kRow>(r), ...);
+  }
+
+  template <class B, bool kOne, bool kFeedback>
+  static void encode_full(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key,
+                          bool nearest, uint32_t* words) {
+    for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
+      Rows r{x, residual, params, unscale, words, lane, nearest, 0, {}, {}, {}, {}};
+      r.counter = L::add_u(L::mul_u(L::iota(lane), L::set_u(kWeyl)), L::set_u(static_cast<uint32_t>(key)));
+      r.key1 = L::set_u(static_cast<uint32_t>(key >> 32));
+      r.rnd = L::set_u(0x80008000u);
+      r.word = L::set_u(0);
+      for (; r.row < 32; r.row += kPeriod<B>) {
+        encode_period<B, kOne, kFeedback>(r, std::make_integer_sequence<int, kPeriod<B>>());
+        r.words += kPeriod<B> * B::kCodeBits;  // as many words a lane as the period fills, times 32 lanes
+      }
+    }
+  }
+
+  // The last, partial block: codes first, then packed one after another from bit 0 on.
+  template <class B>
+  static void encode_tail(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key,
+                          bool nearest, uint64_t n, uint32_t* codes, uint32_t* words) {
+    for (uint32_t row = 0; row < div_up(n, kLane); ++row) {
+      const UnitParams& p = params[row];
+      for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
+        U rnd = L::set_u(0x8000u);
+        if (B::kRandom && !nearest) {
+          const U counter = L::add_u(L::mul_u(L::iota(row / 2 * 32 + lane), L::set_u(kWeyl)), L::set_u(static_cast<uint32_t>(key)));
+          rnd = random(counter, L::set_u(static_cast<uint32_t>(key >> 32)));
+          rnd = row % 2 ? L::template shr<16>(rnd) : L::and_u(rnd, L::set_u(0xffffu));
+        }
+        const F value = L::load(x + row * 32 + lane);
+        const U code = B::template encode<L, true>(value, p, rnd);
+        if (residual) L::store(L::mul(L::sub(value, B::template decode<L>(code, p)), L::set(unscale)), residual + row * 32 + lane);
+        L::store_u(code, codes + row * 32 + lane);
+      }
+    }
+    uint64_t buffer = 0;
+    int filled = 0;
+    for (uint64_t i = 0; i < n; ++i) {
+      buffer |= uint64_t{codes[i]} << filled;
+      filled += B::kCodeBits;
+      if (filled >= 32) {
+        *words++ = static_cast<uint32_t>(buffer);
+        buffer >>= 32;
+        filled -= 32;
+      }
+    }
+    if (filled) *words = static_cast<uint32_t>(buffer);
+  }
+
+  template <class B, bool kStream, int kRow>
+  static GW_BODY void decode_row(const uint32_t* words, const UnitParams& p, float* out, U& seen) {
+    constexpr int kBits = B::kCodeBits, kPlace = kRow * kBits % 32, kWord = kRow * kBits / 32;
+    for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
+      U code = L::template shr<kPlace>(L::load_u(words + kWord * 32 + lane));
+      if constexpr (kPlace + kBits > 32)
+        code = L::or_u(code, L::template shl<32 - kPlace>(L::load_u(words + (kWord + 1) * 32 + lane)));
+      if constexpr (kPlace + kBits != 32 && kBits < 32) code = L::and_u(code, L::set_u((uint32_t{1} << (kBits % 32)) - 1));
+      seen = B::template check<L>(seen, code);
+      const F value = B::template decode<L>(code, p);
+      if constexpr (kStream)
+        L::stream(value, out + kRow * 32 + lane);
+      else
+        L::store(value, out + kRow * 32 + lane);
+    }
+  }
+
+  template <class B, bool kOne, bool kStream, int... kRow>
+  static GW_BODY void decode_period(const uint32_t* words, const UnitParams* params, float* out, U& seen,
+                                    std::integer_sequence<int, kRow...>) {
+    (decode_row<B, kStream, kRow>(words, params[kOne ? 0 : kRow], out, seen), ...);
+  }
+
+  template <class B, bool kOne, bool kStream>
+  static void decode_full(const uint32_t* words, const UnitParams* params, float* out, U& seen) {
+    for (int row = 0; row < 32; row += kPeriod<B>)
+      decode_period<B, kOne, kStream>(words + row * B::kCodeBits, params + (kOne ? 0 : row), out + row * 32, seen,
+                                      std::make_integer_sequence<int, kPeriod<B>>());
+  }
+
+  template <class B>
+  static uint32_t decode_tail(const uint32_t* words, const UnitParams* params, uint64_t n, uint32_t* codes, float* out) {
+    uint64_t buffer = 0;
+    int filled = 0;
+    for (uint64_t i = 0; i < n; ++i) {
+      if (filled < B::kCodeBits) {
+        buffer |= uint64_t{*words++} << filled;
+        filled += 32;
+      }
+      codes[i] = static_cast<uint32_t>(buffer & ((uint64_t{1} << B::kCodeBits) - 1));
+      buffer >>= B::kCodeBits;
+      filled -= B::kCodeBits;
+    }
+    // The rest of the row gets a harmless code.
+    for (uint64_t i = n; i < div_up(n, kLane) * kLane; ++i) codes[i] = 0;
+    U seen = L::set_u(0);
+    for (uint32_t row = 0; row < div_up(n, kLane); ++row)
+      for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
+        const U code = L::load_u(codes + row * 32 + lane);
+        seen = B::template check<L>(seen, code);
+        L::store(B::template decode<L>(code, params[row]), out + row * 32 + lane);
+      }
+    return L::reduce_max(seen);
+  }
+
+  // --- spans ---------------------------------------------------------------------------------------------------
+
+  static GW_BODY void sum_rows(const uint32_t* words, uint32_t rows, uint64_t first_row, LaneSums& check) {
+    for (uint32_t row = 0; row < rows; ++row) {
+      const uint32_t weight = row_weight(static_cast<uint32_t>(first_row + row));
+      for (uint32_t lane = 0; lane < kLane; lane += L::kWidth)
+        L::add_products(words + row * kLane + lane, weight, check.lane + lane);
+    }
+  }
+
+  static uint64_t sum_words(const uint32_t* words, uint64_t count, uint64_t index) {
+    LaneSums check;
+    const uint64_t rows = count / kLane;
+    for (uint64_t row = 0; row < rows; row += 1024)
+      sum_rows(words + row * kLane, static_cast<uint32_t>(min_u64(1024, rows - row)), index / kLane + row, check);
+    for (uint64_t i = rows * kLane; i < count; ++i) check.add_word(words[i], index + i);
+    return check.total();
+  }
+
+  // The parameters of the units that lie in one block, spread over its rows; writes their side values and returns
+  // whether one unit fills the block and needs no lifting.
+  static bool block_params(const Span& s, uint64_t block, const float* x, UnitParams* params, bool& marked, LaneSums& check) {
+    const Scheme& scheme = *s.scheme;
+    marked = false;
+    if (scheme.stat == Stat::none) {
+      for (uint32_t row = 0; row < 32; ++row) params[row] = UnitParams{};
+      return true;
+    }
+    const uint64_t n = s.elements_of(block);
+    const uint32_t unit_rows = scheme.unit / kLane;
+    for (uint32_t row = 0; row * kLane < n; row += unit_rows) {
+      const uint32_t end = row + unit_rows;
+      const uint64_t unit = (block * kBlock + row * kLane) / scheme.unit;
+      const uint32_t top = rows_max(x, row, end);
+      Sums sums;
+      if (scheme.stat != Stat::absmax && top < kInfBits) rows_sums(scheme.stat, x, row, end, grid_for(top), sums);
+      uint32_t side[2];
+      make_side(scheme, top, sums, min_u64(scheme.unit, n - row * kLane), side);
+      marked |= side[0] == kMarker;
+      const uint64_t at = side_offset(scheme, s.count) + unit * scheme.side;
+      for (uint32_t w = 0; w < scheme.side; ++w) {
+        s.region[at + w] = side[w];
+        check.add_word(side[w], s.region_index + at + w);
+      }
+      const UnitParams p = make_params(scheme, side);
+      if (unit_rows == kLane && p.pre == 1.0f && n == kBlock) {
+        params[0] = p;
+        return true;
+      }
+      for (uint32_t r = row; r < end && r < kLane; ++r) params[r] = p;
+    }
+    return false;
+  }
+
+  // A marked unit is encoded as zeros, and its residual comes out as NaN (its step is NaN), which put_residual() reads
+  // as "keep what was there".
+  static void clear_marked(const UnitParams* params, bool one, float* x) {
+    for (uint32_t row = 0; row < 32; ++row)
+      if (float_bits(params[one ? 0 : row].a) == kMarker)
+        for (uint32_t lane = 0; lane < kLane; ++lane) x[row * kLane + lane] = 0;
+  }
+
+  template <class B>
+  static void encode(const Span& s, const UnitParams* whole, Scratch& scratch, LaneSums& check) {
+    const Scheme& scheme = *s.scheme;
+    const float unscale = 1.0f / s.loss_scale;
+    float* const residual = s.before ? scratch.x : nullptr;  // in place: with feedback x is always staged
+    UnitParams params[32];
+    if (whole)
+      for (UnitParams& p : params) p = *whole;
+    for (uint64_t block = s.begin; block < s.end; ++block) {
+      const uint64_t n = s.elements_of(block), key = block_key(s.key, s.first_block + block);
+      const float* x = stage(s, block, scratch.x);
+      bool marked = whole && float_bits(whole->a) == kMarker;
+      const bool one = whole ? whole->pre == 1.0f : block_params(s, block, x, params, marked, check);
+      if (marked) {
+        if (x != scratch.x) std::memcpy(scratch.x, x, sizeof(float) * kBlock);
+        x = scratch.x;
+        clear_marked(params, one, scratch.x);
+      }
+      uint32_t* words = s.region + block * kLane * B::kCodeBits;
+      if (n == kBlock) {
+        if (residual && one)
+          encode_full<B, true, true>(x, residual, params, unscale, key, scheme.nearest, words);
+        else if (residual)
+          encode_full<B, false, true>(x, residual, params, unscale, key, scheme.nearest, words);
+        else if (one)
+          encode_full<B, true, false>(x, nullptr, params, unscale, key, scheme.nearest, words);
+        else
+          encode_full<B, false, false>(x, nullptr, params, unscale, key, scheme.nearest, words);
+        sum_rows(words, B::kCodeBits, s.region_index / kLane + block * B::kCodeBits, check);
+      } else {
+        if (one)
+          for (UnitParams& p : params) p = params[0];
+        encode_tail<B>(x, residual, params, unscale, key, scheme.nearest, n, scratch.codes, words);
+        for (uint64_t i = 0; i < tail_words(scheme, s.count); ++i)
+          check.add_word(words[i], s.region_index + full_words(scheme, s.count) + i);
+      }
+      if (residual) put_residual(s, block, residual);
+    }
+  }
+
+  template <class B>
+  static bool decode(const Span& s, const UnitParams* whole, Scratch& scratch) {
+    const Scheme& scheme = *s.scheme;
+    UnitParams params[32];
+    if (whole)
+      for (UnitParams& p : params) p = *whole;
+    bool bad = false;
+    U seen = L::set_u(0);
+    const bool direct = s.dtype == DType::f32 && !s.add;
+    const bool stream = direct && s.stream && reinterpret_cast<uintptr_t>(s.out) % 64 == 0;
+    for (uint64_t block = s.begin; block < s.end; ++block) {
+      const uint64_t n = s.elements_of(block);
+      bool one = true;
+      if (!whole && scheme.stat != Stat::none) {
+        const uint32_t* side = s.region + side_offset(scheme, s.count);
+        if (scheme.unit == kBlock) {
+          params[0] = make_params(scheme, side + block * scheme.side);
+        } else {
+          one = false;
+          for (uint32_t row = 0; row * kLane < n; ++row)
+            params[row] = make_params(scheme, side + (block * kBlock + row * kLane) / scheme.unit * scheme.side);
+        }
+      }
+      const uint32_t* words = s.region + block * kLane * B::kCodeBits;
+      float* out = direct ? static_cast<float*>(s.out) + block * kBlock : scratch.x;
+      if (n == kBlock) {
+        if (one && stream)
+          decode_full<B, true, true>(words, params, out, seen);
+        else if (one)
+          decode_full<B, true, false>(words, params, out, seen);
+        else
+          decode_full<B, false, false>(words, params, out, seen);
+        if (!direct) put(s, block, scratch.x);
+      } else {
+        if (one)
+          for (UnitParams& p : params) p = params[0];
+        bad |= B::bad(decode_tail<B>(words, params, n, scratch.codes, scratch.x));
+        put(s, block, scratch.x);
+      }
+    }
+    return bad || B::bad(L::reduce_max(seen));
+  }
+
+  // --- selection -----------------------------------------------------------------------------------------------
+
+  // A sample guesses a magnitude that a little more than k values reach; those are gathered in one pass, and the
+  // k strongest of them found exactly. A guess that was too high is lowered and tried again; zero always works.
+  static void select(const float* x, uint32_t elements, uint32_t k, uint32_t* indices, Scratch& scratch) {
+    const U mask = L::set_u(0x7fffffffu);
+    uint32_t guess = 0;
+    uint32_t stride = elements / 1024;
+    if (stride > 1 && k < elements / 4) {
+      uint32_t* sample = scratch.codes;
+      uint32_t m = 0;
+      for (uint32_t i = stride / 2; i < elements; i += stride) sample[m++] = float_bits(x[i]) & 0x7fffffffu;
+      const uint32_t expected = static_cast<uint32_t>(uint64_t{k} * m / elements);
+      uint32_t rank = expected + expected / 4 + 4;
+      rank = rank < m ? rank : m - 1;
+      std::nth_element(sample, sample + rank, sample + m, std::greater<>());
+      guess = sample[rank];
+    }
+    uint32_t found = 0;
+    for (;;) {
+      found = 0;
+      const U least = L::set_u(guess);
+      const uint32_t whole = elements / L::kWidth * L::kWidth;
+      for (uint32_t i = 0; i < whole; i += L::kWidth) {
+        const U magnitude = L::and_u(L::bits(L::load(x + i)), mask);
+        found += static_cast<uint32_t>(L::compress_indices(L::not_less_u(magnitude, least), i, scratch.codes + found));
+      }
+      for (uint32_t i = whole; i < elements; ++i)
+        if ((float_bits(x[i]) & 0x7fffffffu) >= guess) scratch.codes[found++] = i;
+      if (found >= k) break;
+      guess = guess > (8u << 23) ? guess - (1u << 23) : 0;  // half the magnitude
+      if (found < k / 2) guess = 0;
+    }
+    uint64_t* keys = scratch.keys;  // magnitude first, then the lower index
+    for (uint32_t j = 0; j < found; ++j) {
+      const uint32_t i = scratch.codes[j];
+      keys[j] = uint64_t{float_bits(x[i]) & 0x7fffffffu} << 32 | (0xffffffffu - i);
+    }
+    uint64_t least = 0;
+    if (found > k) {
+      std::nth_element(keys, keys + (k - 1), keys + found, std::greater<>());
+      least = keys[k - 1];
+    }
+    uint32_t kept = 0;
+    for (uint32_t j = 0; j < found; ++j) {
+      const uint32_t i = scratch.codes[j];
+      const uint64_t key = uint64_t{float_bits(x[i]) & 0x7fffffffu} << 32 | (0xffffffffu - i);
+      if (key >= least) indices[kept++] = i;
+    }
+  }
+};

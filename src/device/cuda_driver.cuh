@@ -1,0 +1,523 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA driver: the same work as cpu_driver-inl.h, one warp a block of 1024 elements. Thread t is lane t of the block's
+// grid: it holds the 32 values of its lane in registers, so every load and store of a row is one 128-byte access of the
+// warp, packing is shifts within a thread, and the tensor is read once.
+//
+// Units up to a block live in one warp. Units above it (large buckets, tiles) live in one thread block of 32 warps, which
+// share statistics through shared memory. Whole-tensor units take separate passes with integer atomics.
+//
+// Included by codec/cuda_kernels.cu inside an anonymous namespace, after the bodies.
+
+constexpr uint32_t kFull = 0xffffffffu;
+
+struct Item {
+  uint32_t slot;    // of the piece in its group
+  CudaPiece piece;
+  uint64_t number;  // of the item in its piece
+};
+
+__device__ __forceinline__ Item item_of(const CudaJob& job, uint64_t i) {
+  const uint32_t slot = job.piece_count == 1 ? 0 : __ldg(job.item_piece + i);
+  Item item{slot, job.pieces[slot], 0};
+  item.number = i - item.piece.first_item;
+  return item;
+}
+
+// The i-th block of the job (of block_count()); `number` is its number in the piece, which may lie beyond the piece's end.
+__device__ __forceinline__ Item block_of(const CudaJob& job, uint64_t i) {
+  if (!chunked(job.scheme)) return item_of(job, i);
+  Item item = item_of(job, i / 32);
+  item.number = item.number * 32 + i % 32;
+  return item;
+}
+
+__device__ __forceinline__ float widen_at(const void* data, DType dtype, uint64_t i) {
+  if (dtype == DType::f32) return __ldcs(static_cast<const float*>(data) + i);
+  const uint16_t h = __ldcs(static_cast<const unsigned short*>(data) + i);
+  return dtype == DType::f16 ? f16_to_f32(h) : bf16_to_f32(h);
+}
+
+// A block's values, feedback added; zero beyond the tensor's end.
+template <bool kFeedback>
+__device__ __forceinline__ void load_block(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, float (&x)[32]) {
+  const uint64_t at = block * kBlock + lane;
+  const void* in = job.in[piece.tensor];
+  const bool whole = piece.count - block * kBlock >= kBlock;
+  if (whole && job.dtype == DType::f32) {
+    const float* from = static_cast<const float*>(in) + at;
+#pragma unroll
+    for (int row = 0; row < 32; ++row) x[row] = __ldcs(from + row * 32);
+  } else {
+#pragma unroll
+    for (int row = 0; row < 32; ++row) x[row] = at + row * 32 < piece.count ? widen_at(in, job.dtype, at + row * 32) : 0.0f;
+  }
+  if constexpr (kFeedback) {
+    const void* before = job.before[piece.tensor];
+    if (before == nullptr) return;
+    if (whole && job.residual == DType::f32) {
+      const float* from = static_cast<const float*>(before) + at;
+#pragma unroll
+      for (int row = 0; row < 32; ++row) x[row] = x[row] + __ldcs(from + row * 32) * job.loss_scale;
+    } else {
+#pragma unroll
+      for (int row = 0; row < 32; ++row)
+        if (at + row * 32 < piece.count) x[row] = x[row] + widen_at(before, job.residual, at + row * 32) * job.loss_scale;
+    }
+  }
+}
+
+// r holds (x - decoded) * unscale; where that is NaN the unit was marked and keeps what it had.
+__device__ __forceinline__ void store_residual(const CudaJob& job, const CudaPiece& piece, uint64_t at, float r) {
+  if (at >= piece.count) return;
+  const bool marked = (float_bits(r) & 0x7fffffffu) > kInfBits;
+  if (job.residual == DType::f32) {
+    float* after = static_cast<float*>(job.after[piece.tensor]);
+    __stcs(after + at, marked ? static_cast<const float*>(job.before[piece.tensor])[at] : r);
+  } else {
+    uint16_t* after = static_cast<uint16_t*>(job.after[piece.tensor]);
+    after[at] = marked ? static_cast<const uint16_t*>(job.before[piece.tensor])[at] : f32_to_bf16(r);
+  }
+}
+
+__device__ __forceinline__ void store_value(void* out, DType dtype, bool add, uint64_t i, float value) {
+  if (dtype == DType::f32) {
+    float* to = static_cast<float*>(out) + i;
+    if (add)
+      *to = *to + value;
+    else
+      __stcs(to, value);
+  } else {
+    static_cast<uint16_t*>(out)[i] = dtype == DType::f16 ? f32_to_f16(value) : f32_to_bf16(value);
+  }
+}
+
+// --- statistics --------------------------------------------------------------------------------------------------
+
+template <int kRows>
+__device__ __forceinline__ uint32_t rows_max(const float* x) {
+  uint32_t top = 0;
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) top = max(top, float_bits(x[row]) & 0x7fffffffu);
+  return __reduce_max_sync(kFull, top);
+}
+
+// Sums over rows [row0, row1) of the warp's block; all lanes get the result.
+__device__ __forceinline__ Sums warp_sums(Stat stat, const float (&x)[32], int row0, int row1, Grid grid) {
+  uint32_t first = 0, second = 0, negative = 0;
+#pragma unroll
+  for (int row = 0; row < 32; ++row) {
+    if (row < row0 || row >= row1) continue;
+    const float t = x[row] * grid.pre * grid.grid;
+    if (stat == Stat::l2 || stat == Stat::clip) second += static_cast<uint32_t>(__float2int_rn(t * t * kSquareScale));
+    if (stat == Stat::clip) first += static_cast<uint32_t>(__float2int_rn(t * kSumScale));
+    if (stat == Stat::signs) {
+      const uint32_t q = static_cast<uint32_t>(__float2int_rn(t * kSumScale));
+      first += t < 0.0f ? 0u : q;
+      second += t < 0.0f ? 0u - q : 0u;
+      negative += x[row] < 0.0f;
+    }
+  }
+  Sums sums;
+  sums.first = static_cast<int32_t>(__reduce_add_sync(kFull, first));  // at most 2^30 in magnitude
+  sums.second = __reduce_add_sync(kFull, second);
+  sums.negative = __reduce_add_sync(kFull, negative);
+  return sums;
+}
+
+// --- one block ---------------------------------------------------------------------------------------------------
+
+// Partial checksums of one thread: words in whole rows of its lane, and words anywhere.
+struct Check {
+  unsigned long long lane = 0, loose = 0;
+  __device__ __forceinline__ void row(uint32_t word, uint64_t row) {
+    lane += static_cast<unsigned long long>(word) * row_weight(static_cast<uint32_t>(row));
+  }
+  // Every thread of the grid calls this once.
+  __device__ __forceinline__ void flush(unsigned long long* total) {
+    unsigned long long h = lane * lane_weight(threadIdx.x & 31) + loose;
+#pragma unroll
+    for (int d = 16; d; d >>= 1) h += __shfl_xor_sync(kFull, h, d);
+    if ((threadIdx.x & 31) == 0 && h) atomicAdd(total, h);
+  }
+};
+
+template <class B, bool kOne, bool kFeedback>
+__device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, float (&x)[32],
+                                            const UnitParams& one, const UnitParams* rows, Check& check) {
+  constexpr int kBits = B::kCodeBits;
+  const uint64_t key = block_key(tensor_key(job.call, piece.name_hash), piece.first_block + block);
+  const uint32_t key1 = static_cast<uint32_t>(key >> 32);
+  uint32_t counter = lane * kWeyl + static_cast<uint32_t>(key);
+  uint32_t* words = job.body + piece.region + block * kLane * kBits + lane;
+  const uint64_t row0 = piece.region / kLane + block * kBits;
+  const bool nearest = job.scheme.nearest;
+  uint32_t rnd = 0x80008000u, word = 0;
+#pragma unroll
+  for (int row = 0; row < 32; ++row) {
+    const int place = row * kBits % 32, q = row * kBits / 32;
+    uint32_t r16 = 0;
+    if constexpr (B::kRandom) {
+      if (row % 2 == 0) {
+        if (!nearest) {
+          uint32_t h = counter;
+          h ^= h >> 16;
+          h = h * 0x7feb352du + key1;
+          h ^= h >> 15;
+          h *= 0x846ca68bu;
+          rnd = h ^ (h >> 16);
+        }
+        counter += 32 * kWeyl;
+        r16 = rnd & 0xffffu;
+      } else {
+        r16 = rnd >> 16;
+      }
+    }
+    UnitParams p = one;
+    if constexpr (!kOne) p = rows[row];
+    const uint32_t code = B::template encode<ScalarLane, !kOne>(x[row], p, r16);
+    if constexpr (kFeedback) x[row] = (x[row] - B::template decode<ScalarLane>(code, p)) * job.unscale;
+    word = place == 0 ? code : word | code << place;
+    if (place + kBits >= 32) {
+      words[q * 32] = word;
+      check.row(word, row0 + q);
+      word = place + kBits > 32 ? code >> (32 - place) : 0;
+    }
+  }
+}
+
+// The last, partial block: its codes follow one another from bit 0 on, so 32 codes of a row fill `bits` words, which the
+// first `bits` lanes collect from their neighbours.
+template <class B, bool kFeedback>
+__device__ void encode_tail(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, float (&x)[32], const UnitParams* rows,
+                            Check& check) {
+  constexpr int kBits = B::kCodeBits;
+  const uint64_t n = piece.count - block * kBlock, key = block_key(tensor_key(job.call, piece.name_hash), piece.first_block + block);
+  const uint64_t tail = piece.region + full_words(job.scheme, piece.count), words = tail_words(job.scheme, piece.count);
+#pragma unroll 1
+  for (uint32_t row = 0; row * kLane < n; ++row) {
+    float value = 0;
+#pragma unroll
+    for (int r = 0; r < 32; ++r)
+      if (r == row) value = x[r];
+    uint32_t r16 = 0x8000u;
+    if (B::kRandom && !job.scheme.nearest) {
+      const uint32_t h = random_word(key, row / 2 * 32 + lane);
+      r16 = row % 2 ? h >> 16 : h & 0xffffu;
+    }
+    const UnitParams p = rows[row];
+    uint32_t code = B::template encode<ScalarLane, true>(value, p, r16);
+    if constexpr (kFeedback) {
+      const float r = (value - B::template decode<ScalarLane>(code, p)) * job.unscale;
+#pragma unroll
+      for (int k = 0; k < 32; ++k)
+        if (k == row) x[k] = r;
+    }
+    if (row * kLane + lane >= n) code = 0;
+    uint32_t word = 0;
+    const int first = static_cast<int>(lane) * 32 / kBits;  // the first code with a bit in this lane's word
+    for (int s = 0; s <= 32 / kBits + 1; ++s) {
+      const int from = first + s, shift = from * kBits - static_cast<int>(lane) * 32;
+      const uint32_t c = __shfl_sync(kFull, code, from & 31);
+      if (from < 32 && shift < 32) word |= shift >= 0 ? c << shift : c >> -shift;
+    }
+    const uint64_t at = uint64_t{row} * kBits + lane;
+    if (lane < kBits && at < words) {
+      job.body[tail + at] = word;
+      check.loose += word_part(word, tail + at);
+    }
+  }
+}
+
+template <bool kFeedback>
+__device__ __forceinline__ void store_residuals(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, const float (&x)[32]) {
+  if constexpr (kFeedback) {
+    const uint64_t at = block * kBlock + lane;
+#pragma unroll
+    for (int row = 0; row < 32; ++row) store_residual(job, piece, at + row * 32, x[row]);
+  }
+}
+
+__device__ __forceinline__ void write_side(const CudaJob& job, const CudaPiece& piece, uint64_t unit, const uint32_t* side, Check& check) {
+  const uint64_t at = piece.region + side_offset(job.scheme, piece.count) + unit * job.scheme.side;
+  for (uint32_t w = 0; w < job.scheme.side; ++w) {
+    job.body[at + w] = side[w];
+    check.loose += word_part(side[w], at + w);
+  }
+}
+
+// Encodes a block whose parameters are `one`, or rows[0..31] in shared memory; x becomes the residual with feedback.
+template <class B, bool kFeedback>
+__device__ __forceinline__ void encode_block(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, float (&x)[32],
+                                             bool is_one, const UnitParams& one, UnitParams* rows, bool marked, Check& check) {
+  const bool tail = piece.count - block * kBlock < kBlock;
+  if (is_one && (tail || one.pre != 1.0f)) {  // these paths read row by row
+    rows[lane] = one;
+    is_one = false;
+  }
+  __syncwarp();
+  if (marked) {
+#pragma unroll
+    for (int row = 0; row < 32; ++row)
+      if (float_bits(is_one ? one.a : rows[row].a) == kMarker) x[row] = 0;
+  }
+  if (tail)
+    encode_tail<B, kFeedback>(job, piece, block, lane, x, rows, check);
+  else if (is_one)
+    encode_full<B, true, kFeedback>(job, piece, block, lane, x, one, rows, check);
+  else
+    encode_full<B, false, kFeedback>(job, piece, block, lane, x, one, rows, check);
+  if (kFeedback && job.before[piece.tensor] != nullptr) {
+    const uint64_t at = block * kBlock + lane;
+#pragma unroll
+    for (int row = 0; row < 32; ++row) store_residual(job, piece, at + row * 32, x[row]);
+  }
+  __syncwarp();
+}
+
+// --- kernels: units up to a block, and whole-tensor units whose parameters are known ------------------------------
+
+template <class B, bool kFeedback>
+__global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ CudaJob job) {
+  __shared__ UnitParams shared_rows[8][32];
+  const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  UnitParams* rows = shared_rows[warp];
+  Check check;
+  for (uint64_t i = blockIdx.x * 8ull + warp; i < job.items; i += gridDim.x * 8ull) {
+    const Item item = item_of(job, i);
+    const CudaPiece& piece = item.piece;
+    const uint64_t block = item.number, n = min_u64(kBlock, piece.count - block * kBlock);
+    float x[32];
+    load_block<kFeedback>(job, piece, block, lane, x);
+
+    UnitParams one;
+    bool is_one = true, marked = false;
+    uint32_t side[2];
+    if (job.scheme.unit == 0) {
+      one = job.params[item.slot];
+      marked = float_bits(one.a) == kMarker;
+    } else if (job.scheme.unit == kBlock) {
+      const uint32_t top = rows_max<32>(x);
+      Sums sums;
+      if (job.scheme.stat != Stat::absmax && top < kInfBits) sums = warp_sums(job.scheme.stat, x, 0, 32, grid_for(top));
+      make_side(job.scheme, top, sums, n, side);
+      if (lane == 0) write_side(job, piece, block, side, check);
+      one = make_params(job.scheme, side);
+      marked = side[0] == kMarker;
+    } else if (job.scheme.stat != Stat::none) {
+      is_one = false;
+      const int unit_rows = job.scheme.unit / kLane;
+#pragma unroll 1
+      for (int row0 = 0; row0 * kLane < n; row0 += unit_rows) {
+        uint32_t top = 0;
+#pragma unroll
+        for (int row = 0; row < 32; ++row)
+          if (row >= row0 && row < row0 + unit_rows) top = max(top, float_bits(x[row]) & 0x7fffffffu);
+        top = __reduce_max_sync(kFull, top);
+        Sums sums;
+        if (job.scheme.stat != Stat::absmax && top < kInfBits) sums = warp_sums(job.scheme.stat, x, row0, row0 + unit_rows, grid_for(top));
+        make_side(job.scheme, top, sums, min_u64(job.scheme.unit, n - row0 * kLane), side);
+        if (lane == 0) write_side(job, piece, (block * kBlock + row0 * kLane) / job.scheme.unit, side, check);
+        marked |= side[0] == kMarker;
+        if (lane < unit_rows) rows[row0 + lane] = make_params(job.scheme, side);
+      }
+    }
+    encode_block<B, kFeedback>(job, piece, block, lane, x, is_one, one, rows, marked, check);
+  }
+  check.flush(job.check);
+}
+
+// --- kernels: units of several blocks, a thread block of 32 warps a chunk of 32 blocks -----------------------------
+
+template <class B, bool kFeedback>
+__global__ void __launch_bounds__(1024) encode_chunks(const __grid_constant__ CudaJob job) {
+  __shared__ UnitParams shared_rows[32][32];
+  __shared__ uint32_t tops[32];
+  __shared__ Sums parts[32];
+  const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const uint32_t span = job.scheme.unit / kBlock, first = warp / span * span;  // the warps of this warp's unit
+  Check check;
+  for (uint64_t i = blockIdx.x; i < job.items; i += gridDim.x) {
+    const Item item = item_of(job, i);
+    const CudaPiece& piece = item.piece;
+    const uint64_t block = item.number * 32 + warp;
+    const bool here = block * kBlock < piece.count;
+    float x[32] = {};
+    if (here) load_block<kFeedback>(job, piece, block, lane, x);
+    const uint32_t top_here = rows_max<32>(x);
+    if (lane == 0) tops[warp] = top_here;
+    __syncthreads();
+    uint32_t top = 0;
+    for (uint32_t w = first; w < first + span; ++w) top = max(top, tops[w]);
+    Sums sums;
+    if (job.scheme.stat != Stat::absmax) {
+      if (top < kInfBits) sums = warp_sums(job.scheme.stat, x, 0, 32, grid_for(top));
+      if (lane == 0) parts[warp] = sums;
+      __syncthreads();
+      sums = {};
+      for (uint32_t w = first; w < first + span; ++w) {
+        sums.first += parts[w].first;
+        sums.second += parts[w].second;
+        sums.negative += parts[w].negative;
+      }
+    }
+    if (here) {
+      const uint64_t unit = block / span, begin = unit * job.scheme.unit;
+      uint32_t side[2];
+      make_side(job.scheme, top, sums, min_u64(job.scheme.unit, piece.count - begin), side);
+      if (lane == 0 && warp == first) write_side(job, piece, unit, side, check);
+      const UnitParams one = make_params(job.scheme, side);
+      encode_block<B, kFeedback>(job, piece, block, lane, x, true, one, shared_rows[warp], side[0] == kMarker, check);
+    }
+    __syncthreads();
+  }
+  check.flush(job.check);
+}
+
+// --- kernels: statistics of whole-tensor units ---------------------------------------------------------------------
+
+template <bool kFeedback>
+__global__ void __launch_bounds__(256) whole_max(const __grid_constant__ CudaJob job) {
+  const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  for (uint64_t i = blockIdx.x * 8ull + warp; i < job.items; i += gridDim.x * 8ull) {
+    const Item item = item_of(job, i);
+    float x[32];
+    load_block<kFeedback>(job, item.piece, item.number, lane, x);
+    const uint32_t top = rows_max<32>(x);
+    uint32_t* to = job.tops + item.slot;
+    if (lane == 0 && top > *reinterpret_cast<volatile uint32_t*>(to)) atomicMax(to, top);
+  }
+}
+
+template <bool kFeedback>
+__global__ void __launch_bounds__(256) whole_sums(const __grid_constant__ CudaJob job) {
+  const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  for (uint64_t i = blockIdx.x * 8ull + warp; i < job.items; i += gridDim.x * 8ull) {
+    const Item item = item_of(job, i);
+    const uint32_t top = job.tops[item.slot];
+    if (top >= kInfBits) continue;
+    float x[32];
+    load_block<kFeedback>(job, item.piece, item.number, lane, x);
+    const Sums sums = warp_sums(job.scheme.stat, x, 0, 32, grid_for(top));
+    CudaSums* to = job.sums + item.slot;
+    if (lane == 0) {
+      atomicAdd(&to->first, static_cast<unsigned long long>(sums.first));
+      atomicAdd(&to->second, static_cast<unsigned long long>(sums.second));
+      if (sums.negative) atomicAdd(&to->negative, static_cast<unsigned long long>(sums.negative));
+    }
+  }
+}
+
+__global__ void whole_sides(const __grid_constant__ CudaJob job) {
+  Check check;
+  for (uint32_t p = blockIdx.x * blockDim.x + threadIdx.x; p < job.piece_count; p += gridDim.x * blockDim.x) {
+    const CudaPiece piece = job.pieces[p];
+    if (piece.count == 0) continue;
+    const Sums sums{static_cast<int64_t>(job.sums[p].first), job.sums[p].second, job.sums[p].negative};
+    uint32_t side[2];
+    make_side(job.scheme, job.tops[p], sums, piece.count, side);
+    write_side(job, piece, 0, side, check);
+    job.params[p] = make_params(job.scheme, side);
+  }
+  check.flush(job.check);
+}
+
+// --- decoding ------------------------------------------------------------------------------------------------------
+
+template <class B>
+__global__ void __launch_bounds__(256) decode_blocks(const __grid_constant__ CudaJob job) {
+  constexpr int kBits = B::kCodeBits;
+  const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const Scheme& scheme = job.scheme;
+  Check check;
+  uint32_t problem = 0;
+  for (uint64_t i = blockIdx.x * 8ull + warp; i < block_count(job); i += gridDim.x * 8ull) {
+    const Item item = block_of(job, i);
+    const CudaPiece& piece = item.piece;
+    if (item.number * kBlock >= piece.count) continue;
+    const uint64_t block = item.number, n = min_u64(kBlock, piece.count - block * kBlock);
+    const uint32_t* region = job.body + piece.region;
+    const uint64_t side_at = side_offset(scheme, piece.count);
+    void* out = job.out[piece.tensor];
+    uint32_t seen = 0;
+
+    // Lane l looks after the parameters of row l; a unit is summed and checked where its first row is.
+    UnitParams mine;
+    const uint64_t begin = block * kBlock + lane * kLane, unit = unit_elements(scheme, piece.count);
+    if (scheme.stat != Stat::none && lane * kLane < n) {
+      const uint64_t u = begin / unit;
+      uint32_t side[2] = {0, 0};
+      for (uint32_t w = 0; w < scheme.side; ++w) side[w] = region[side_at + u * scheme.side + w];
+      if (begin == u * unit) {
+        if (!side_is_valid(scheme, side)) problem |= kBadSide;
+        for (uint32_t w = 0; w < scheme.side; ++w) {
+          const uint64_t at = piece.region + side_at + u * scheme.side + w;
+          check.loose += word_part(side[w], at);
+        }
+      }
+      mine = make_params(scheme, side);
+    }
+    const bool is_one = scheme.stat == Stat::none || unit >= kBlock;
+    UnitParams p = mine;
+    if (is_one) {
+      p.a = __shfl_sync(kFull, mine.a, 0);
+      p.b = __shfl_sync(kFull, mine.b, 0);
+    }
+
+    if (n == kBlock) {
+      const uint32_t* words = region + block * kLane * kBits + lane;
+      const uint64_t row0 = piece.region / kLane + block * kBits;
+      uint32_t w[kBits];
+#pragma unroll
+      for (int q = 0; q < kBits; ++q) w[q] = __ldcs(words + q * 32);
+#pragma unroll
+      for (int q = 0; q < kBits; ++q) check.row(w[q], row0 + q);
+      const uint64_t at = block * kBlock + lane;
+      const bool plain = job.dtype == DType::f32 && !job.add;
+      float* to = static_cast<float*>(out) + at;
+#pragma unroll
+      for (int row = 0; row < 32; ++row) {
+        constexpr uint32_t kMask = kBits == 32 ? 0xffffffffu : (1u << (kBits % 32)) - 1;
+        const int place = row * kBits % 32, q = row * kBits / 32;
+        uint32_t code = w[q] >> place;
+        if (place + kBits > 32) code |= w[q + 1 < kBits ? q + 1 : q] << (32 - place & 31);
+        code &= kMask;
+        seen = B::template check<ScalarLane>(seen, code);
+        if (!is_one) {
+          p.a = __shfl_sync(kFull, mine.a, row);
+          p.b = __shfl_sync(kFull, mine.b, row);
+        }
+        const float value = B::template decode<ScalarLane>(code, p);
+        if (plain)
+          __stcs(to + row * 32, value);
+        else
+          store_value(out, job.dtype, job.add, at + row * 32, value);
+      }
+    } else {
+      const uint64_t tail = full_words(scheme, piece.count), words = tail_words(scheme, piece.count);
+      for (uint64_t j = lane; j < words; j += 32) {
+        const uint32_t word = region[tail + j];
+        check.loose += word_part(word, piece.region + tail + j);
+        const uint32_t used = static_cast<uint32_t>(min_u64(32, n * kBits - j * 32));
+        if (used < 32 && word >> used) problem |= kBadPadding;
+      }
+#pragma unroll 1
+      for (uint32_t row = 0; row * kLane < n; ++row) {
+        if (!is_one) {
+          p.a = __shfl_sync(kFull, mine.a, row);
+          p.b = __shfl_sync(kFull, mine.b, row);
+        }
+        const uint64_t e = row * kLane + lane, bit = e * kBits;
+        if (e >= n) continue;
+        uint64_t pair = region[tail + bit / 32];
+        if (bit % 32 + kBits > 32) pair |= static_cast<uint64_t>(region[tail + bit / 32 + 1]) << 32;
+        const uint32_t code = static_cast<uint32_t>((pair >> (bit % 32)) & ((uint64_t{1} << kBits) - 1));
+        seen = B::template check<ScalarLane>(seen, code);
+        store_value(out, job.dtype, job.add, block * kBlock + e, B::template decode<ScalarLane>(code, p));
+      }
+    }
+    if (B::bad(seen)) problem |= kBadCodes;
+  }
+  problem = __reduce_or_sync(kFull, problem);
+  if (problem && lane == 0) atomicOr(job.status, problem);
+  check.flush(job.check);
+}

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device/memory.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "gradwire/error.h"
+
+namespace gradwire {
+namespace {
+
+struct HostMemory final : Memory {
+  void* allocate(size_t bytes) override { return ::operator new(bytes ? bytes : 1, std::align_val_t{64}); }
+  void release(void* data) override { ::operator delete(data, std::align_val_t{64}); }
+  void zero(void* data, size_t bytes) override { std::memset(data, 0, bytes); }
+  void to_host(void* host, const void* data, size_t bytes) override {
+    if (bytes) std::memcpy(host, data, bytes);
+  }
+  void from_host(void* data, const void* host, size_t bytes) override {
+    if (bytes) std::memcpy(data, host, bytes);
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<Memory> memory_of(const Device& device) {
+  if (device.kind == Device::Kind::cuda) return cuda_memory(device.index);
+  return std::make_shared<HostMemory>();
+}
+
+#if !defined(GRADWIRE_HAS_CUDA)
+std::shared_ptr<Memory> cuda_memory(int) {
+  throw Error(ErrorKind::unsupported, "this build has no CUDA: configure it where nvcc is found", "device");
+}
+#endif
+
+}  // namespace gradwire

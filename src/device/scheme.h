@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a driver must know of a codec, as plain data that also travels to a GPU, and the layout that follows from it.
+//
+// A tensor is cut in blocks of 1024 elements (32 rows of 32 lanes) and in units: the elements that share side values
+// and a not-a-number marker. A unit is a bucket (a power of two below or above a block), a tile (32768 elements) or
+// the whole tensor (unit 0). What one tensor takes in the body of a message is its region, counted in 32-bit words:
+//
+//   quantised   [codes of the full blocks][codes of the last, partial block][side values, unit after unit]
+//   selected    unit after unit: [k values][k indices: two 16-bit ones a word, or 32-bit in units above 65536]
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "core/bits.h"
+
+namespace gradwire {
+
+inline constexpr uint32_t kBlock = 1024, kLane = 32, kTile = 32768;
+
+// The element body that turns values into codes, and the statistic its side values come from.
+enum class Body : uint8_t { cast32, cast16, castb16, uniform, sign, select };
+enum class Stat : uint8_t { none, absmax, l2, clip, signs };
+
+struct Scheme {
+  Body body = Body::cast32;
+  Stat stat = Stat::none;
+  uint8_t bits = 32;      // of one code; 1-8, 16 or 32
+  bool nearest = false;   // uniform: round to nearest instead of at random
+  uint8_t side = 0;       // side words of a unit
+  uint32_t unit = 1;      // elements; 0: the whole tensor. Element-wise bodies have 1
+  float clip = 0;         // Stat::clip: in standard deviations, 0 for none
+  double ratio = 0;       // select: the share of a unit that is kept
+};
+
+GW_HD inline uint64_t div_up(uint64_t a, uint64_t b) { return a / b + (a % b != 0); }
+GW_HD inline uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+GW_HD inline uint64_t unit_elements(const Scheme& s, uint64_t count) { return s.unit ? s.unit : count; }
+GW_HD inline uint64_t unit_count(const Scheme& s, uint64_t count) {
+  if (count == 0) return 0;
+  return s.unit ? div_up(count, s.unit) : 1;
+}
+
+// Quantised regions.
+GW_HD inline uint64_t full_words(const Scheme& s, uint64_t count) { return count / kBlock * kLane * s.bits; }
+GW_HD inline uint64_t tail_words(const Scheme& s, uint64_t count) { return div_up(count % kBlock * s.bits, 32); }
+GW_HD inline uint64_t side_offset(const Scheme& s, uint64_t count) { return full_words(s, count) + tail_words(s, count); }
+
+// Selected regions. At least one element of a unit is kept.
+GW_HD inline uint64_t kept(const Scheme& s, uint64_t elements) {
+  if (elements == 0) return 0;
+  const double want = s.ratio * static_cast<double>(elements);
+  uint64_t k = static_cast<uint64_t>(want);
+  if (static_cast<double>(k) < want) ++k;
+  return k < 1 ? 1 : k > elements ? elements : k;
+}
+GW_HD inline bool wide_indices(const Scheme& s, uint64_t count) { return unit_elements(s, count) > 65536; }
+GW_HD inline uint64_t selected_words(const Scheme& s, uint64_t count, uint64_t elements) {
+  const uint64_t k = kept(s, elements);
+  return k + (wide_indices(s, count) ? k : div_up(k, 2));
+}
+
+GW_HD inline uint64_t region_words(const Scheme& s, uint64_t count) {
+  if (s.body != Body::select) return side_offset(s, count) + unit_count(s, count) * s.side;
+  if (count == 0) return 0;
+  const uint64_t unit = unit_elements(s, count), full = count / unit, rest = count % unit;
+  return full * selected_words(s, count, unit) + (rest ? selected_words(s, count, rest) : 0);
+}
+
+// Full blocks start at a row of the checksum and a sector of memory; small tensors stand word after word.
+GW_HD inline uint64_t region_alignment(const Scheme& s, uint64_t count) {
+  return s.body != Body::select && count >= kBlock ? kLane : 1;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// The MPI engine: what a caller sees of MpiCore. It borrows MPI: it duplicates the caller's communicator, once for
+// payload and once for control, and never initialises or finalises anything. Destroy it before MPI_Finalize.
+//
+// Making an engine and the last step of split() are collective calls of MPI itself, which know no time-out: a rank
+// that never calls make_mpi() is waited for. split() first asks all ranks, with time-out, whether they have come, and
+// then whether they know that all have, so that MPI_Comm_split is called by all or by none.
+#include <algorithm>
+
+#include "engine/mpi_core.h"
+#include "gradwire/engine.h"
+
+namespace gradwire {
+
+namespace {
+
+using namespace engine_detail;
+
+struct Waiting : Handle::State {
+  Waiting(std::shared_ptr<MpiCore> c, std::shared_ptr<MpiOperation> o) : core(std::move(c)), operation(std::move(o)) {}
+  void wait() override { core->wait(*operation); }
+
+  const std::shared_ptr<MpiCore> core;
+  const std::shared_ptr<MpiOperation> operation;
+};
+
+class MpiEngine : public Engine {
+ public:
+  MpiEngine(std::shared_ptr<MpiCore> core, std::shared_ptr<Traffic> parent)
+      : core_(std::move(core)), traffic_(std::make_shared<Traffic>(std::move(parent))) {}
+
+  std::string name() const override { return "mpi"; }
+  int rank() const override { return core_->rank(); }
+  int size() const override { return core_->world(); }
+
+  Handle all_to_all(std::span<const ConstBytes> send, std::span<const Bytes> recv) override {
+    return start(all_to_all_call(size(), send, recv));
+  }
+  Handle all_gather(ConstBytes mine, std::span<const Bytes> recv) override {
+    return start(all_gather_call(size(), mine, recv));
+  }
+  Handle broadcast(Bytes data, int root) override { return start(broadcast_call(size(), rank(), data, root)); }
+  Handle barrier() override { return start(barrier_call(size())); }
+
+  std::unique_ptr<Engine> split(int colour) override;
+
+  uint64_t bytes_sent() const override { return traffic_->bytes(); }
+  void set_timeout(std::chrono::milliseconds timeout) override { core_->set_timeout(checked_timeout(timeout)); }
+  void poison(const std::string& why) override { core_->condemn(poisoned(rank(), why)); }
+
+ private:
+  Handle start(Call call) {
+    const uint64_t bytes = payload_bytes(call, rank());
+    auto operation = core_->start(std::move(call));
+    traffic_->add(bytes);
+    return Handle(std::make_unique<Waiting>(core_, std::move(operation)));
+  }
+
+  const std::shared_ptr<MpiCore> core_;
+  const std::shared_ptr<Traffic> traffic_;
+};
+
+std::unique_ptr<Engine> MpiEngine::split(int colour) {
+  std::vector<int> colours(size());
+  std::vector<Bytes> recv;
+  for (int& c : colours) recv.push_back(std::as_writable_bytes(std::span(&c, 1)));
+  Call call = all_gather_call(size(), std::as_bytes(std::span(&colour, 1)), recv);
+  call.code = Code::split;
+  core_->wait(*core_->start(std::move(call)));
+  call = barrier_call(size());
+  call.code = Code::split;
+  const auto all_know = core_->start(std::move(call));
+  if (!core_->wait_complete(*all_know)) core_->wait(*all_know);  // throws what went wrong
+
+  // MPI's colours may not be negative, ours may: the number of smaller ones serves as well.
+  std::vector<int> smaller = colours;
+  std::sort(smaller.begin(), smaller.end());
+  smaller.erase(std::unique(smaller.begin(), smaller.end()), smaller.end());
+  const auto index = std::lower_bound(smaller.begin(), smaller.end(), colour) - smaller.begin();
+  MPI_Comm payload = MPI_COMM_NULL, control = MPI_COMM_NULL;
+  check_mpi(MPI_Comm_split(core_->payload(), static_cast<int>(index), rank(), &payload), "MPI_Comm_split");
+  check_mpi(MPI_Comm_dup(payload, &control), "MPI_Comm_dup");
+  const auto core = std::make_shared<MpiCore>(payload, control, group_of(colours, rank()), core_->timeout());
+  core_->adopt(core);
+  return std::make_unique<MpiEngine>(core, traffic_);
+}
+
+const char* level_name(int level) {
+  switch (level) {
+    case MPI_THREAD_SINGLE:
+      return "MPI_THREAD_SINGLE";
+    case MPI_THREAD_FUNNELED:
+      return "MPI_THREAD_FUNNELED";
+    case MPI_THREAD_SERIALIZED:
+      return "MPI_THREAD_SERIALIZED";
+    default:
+      return "an unknown level";
+  }
+}
+
+}  // namespace
+
+bool mpi_built() { return true; }
+
+std::unique_ptr<Engine> make_mpi(const void* communicator) {
+  int initialised = 0, finalised = 0, level = MPI_THREAD_SINGLE;
+  MPI_Initialized(&initialised);
+  MPI_Finalized(&finalised);
+  if (!initialised || finalised) {
+    throw Error(ErrorKind::usage,
+                std::string(finalised ? "MPI is finalised already" : "MPI is not initialised") +
+                    "; engine mpi needs a caller that has called MPI_Init_thread with MPI_THREAD_MULTIPLE",
+                "engine");
+  }
+  MPI_Query_thread(&level);
+  if (level < MPI_THREAD_MULTIPLE) {
+    throw Error(ErrorKind::unsupported,
+                std::string("MPI provides ") + level_name(level) +
+                    "; engine mpi has a thread of its own: ask MPI_Init_thread for MPI_THREAD_MULTIPLE",
+                "engine");
+  }
+  const MPI_Comm given = communicator != nullptr ? *static_cast<const MPI_Comm*>(communicator) : MPI_COMM_WORLD;
+  if (given == MPI_COMM_NULL)
+    throw Error(ErrorKind::usage, "communicator is MPI_COMM_NULL; a group of ranks is needed", "communicator");
+  MPI_Comm payload = MPI_COMM_NULL, control = MPI_COMM_NULL;
+  check_mpi(MPI_Comm_dup(given, &payload), "MPI_Comm_dup");
+  check_mpi(MPI_Comm_dup(payload, &control), "MPI_Comm_dup");
+  return std::make_unique<MpiEngine>(std::make_shared<MpiCore>(payload, control, std::vector<int>{}, kDefaultTimeout),
+                                     nullptr);
+}
+
+}  // namespace gradwire

@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs a plan on a GPU. Tables and workspace are made once, on the device; a call then only enqueues: the tensors'
+// addresses (they may change every step), one launch per group of tensors with the same codec and element type, and a
+// small kernel for the head and the checks. Nothing is allocated, nothing waits.
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <cstring>
+#include <map>
+
+#include "core/random.h"
+#include "device/cuda_job.h"
+#include "flow/layout.h"
+#include "flow/runners.h"
+#include "gradwire/error.h"
+
+namespace gradwire {
+namespace {
+
+// One allocation, handed out in aligned parts: sizes are added up first, then addresses are given.
+class Arena {
+ public:
+  Arena() = default;
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  ~Arena() { cudaFree(base_); }
+
+  template <class T>
+  size_t reserve(size_t count) {
+    const size_t at = bytes_;
+    bytes_ = div_up(bytes_ + count * sizeof(T), 256) * 256;
+    return at;
+  }
+  void allocate() {
+    cuda_throw(cudaMalloc(&base_, bytes_ ? bytes_ : 256), "cudaMalloc");
+    cuda_throw(cudaMemset(base_, 0, bytes_ ? bytes_ : 256), "cudaMemset");
+  }
+  template <class T>
+  T* at(size_t offset) const {
+    return reinterpret_cast<T*>(static_cast<std::byte*>(base_) + offset);
+  }
+  template <class T>
+  void fill(size_t offset, const std::vector<T>& values) {
+    if (!values.empty()) cuda_throw(cudaMemcpy(at<T>(offset), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+  }
+
+ private:
+  void* base_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+struct Group {
+  Scheme scheme;
+  DType dtype;
+  std::vector<CudaPiece> pieces;
+  std::vector<uint32_t> item_piece;
+  uint64_t items = 0, blocks = 0;
+  size_t pieces_at, items_at, tops_at, sums_at, params_at, select_at, counts_at;
+};
+
+class CudaRunner final : public Runner {
+ public:
+  CudaRunner(const Plan& plan, const Device& device)
+      : plan_(plan), layout_(plan.layout()), index_(device.index), stream_(static_cast<cudaStream_t>(device.stream)), head_(make_head(layout_, {})) {
+    use();
+    make_groups();
+    std::vector<uint64_t> gaps;
+    uint64_t end = 0;
+    for (const Region& region : layout_.regions) {
+      if (end < region.begin) gaps.insert(gaps.end(), {end, region.begin});
+      end = region.begin + region.words;
+    }
+    gap_count_ = static_cast<uint32_t>(gaps.size() / 2);
+    const size_t tensors = layout_.tensors.size();
+    const size_t head_at = arena_.reserve<std::byte>(head_.size()), gaps_at = arena_.reserve<uint64_t>(gaps.size());
+    const size_t pointers_at = arena_.reserve<void*>(3 * tensors), words_at = arena_.reserve<uint64_t>(4);
+    for (Group& g : groups_) {
+      const bool whole = g.scheme.unit == 0, select = g.scheme.body == Body::select;
+      g.pieces_at = arena_.reserve<CudaPiece>(g.pieces.size());
+      g.items_at = arena_.reserve<uint32_t>(g.item_piece.size());
+      g.tops_at = arena_.reserve<uint32_t>(whole ? g.pieces.size() : 0);
+      g.sums_at = arena_.reserve<CudaSums>(whole ? g.pieces.size() : 0);
+      g.params_at = arena_.reserve<UnitParams>(whole ? g.pieces.size() : 0);
+      g.select_at = arena_.reserve<CudaSelect>(whole && select ? g.pieces.size() : 0);
+      g.counts_at = arena_.reserve<uint2>(whole && select ? g.blocks : 0);
+    }
+    arena_.allocate();
+    arena_.fill(head_at, head_);
+    arena_.fill(gaps_at, gaps);
+    for (Group& g : groups_) {
+      arena_.fill(g.pieces_at, g.pieces);
+      arena_.fill(g.items_at, g.item_piece);
+    }
+    cuda_throw(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    device_head_ = arena_.at<std::byte>(head_at);
+    device_gaps_ = arena_.at<uint64_t>(gaps_at);
+    pointers_ = arena_.at<const void*>(pointers_at);
+    check_ = arena_.at<unsigned long long>(words_at);
+    status_ = reinterpret_cast<uint32_t*>(check_ + 1);
+    sticky_ = status_ + 1;
+    host_pointers_.resize(3 * tensors);
+    cuda_throw(cudaMallocHost(reinterpret_cast<void**>(&host_status_), sizeof(uint32_t)), "cudaMallocHost");
+  }
+  ~CudaRunner() override {
+    cudaStreamSynchronize(stream_);  // the arena may still be in use
+    cudaFreeHost(host_status_);
+  }
+
+  const Plan& plan() const override { return plan_; }
+
+  void encode(std::span<const void* const> tensors, const Stamp& stamp, std::span<std::byte> message, const Residuals* residuals) override {
+    check_arguments(layout_, tensors.size(), message, 16);
+    if (residuals) check_residuals(layout_, *residuals);
+    use();
+    const size_t n = tensors.size();
+    for (size_t i = 0; i < n; ++i) {
+      host_pointers_[i] = tensors[i];
+      host_pointers_[n + i] = residuals ? residuals->before[i] : nullptr;
+      host_pointers_[2 * n + i] = residuals ? residuals->after[i] : nullptr;
+    }
+    cuda_begin(check_, nullptr, stream_);
+    cuda_pointers(host_pointers_.data(), pointers_, residuals ? 3 * n : n, stream_);
+    const uint64_t call = call_key(stamp.seed, stamp.step, stamp.stage, stamp.rank);
+    for (const Group& g : groups_) {
+      CudaJob job = job_of(g, message.data());
+      job.in = pointers_;
+      job.before = pointers_ + n;
+      job.after = writable(pointers_ + 2 * n);
+      job.feedback = residuals != nullptr;
+      if (residuals) {
+        job.residual = residuals->dtype;
+        job.loss_scale = residuals->loss_scale;
+        job.unscale = 1.0f / residuals->loss_scale;
+      }
+      job.call = call;
+      cuda_encode(job, stream_);
+    }
+    set_stamp(head_, stamp);
+    CudaHead head = device_head(stamp);
+    std::memcpy(&head.head_check, head_.data() + 48, sizeof head.head_check);
+    cuda_finish_encode(head, message.data(), check_, stream_);
+  }
+
+  void decode(std::span<const std::byte> message, std::span<void* const> tensors, Write write, const Stamp* expected) override {
+    check_arguments(layout_, tensors.size(), message, 16);
+    check_write(layout_, write);
+    use();
+    std::copy(tensors.begin(), tensors.end(), host_pointers_.begin());
+    cuda_begin(check_, status_, stream_);
+    cuda_pointers(host_pointers_.data(), pointers_, tensors.size(), stream_);
+    std::vector<CudaJob>& jobs = jobs_;
+    jobs.clear();
+    for (const Group& g : groups_) {
+      jobs.push_back(job_of(g, const_cast<std::byte*>(message.data())));
+      jobs.back().out = writable(pointers_);
+      jobs.back().add = write == Write::add;
+      cuda_decode(jobs.back(), stream_);
+    }
+    CudaHead head = device_head(expected ? *expected : Stamp{});
+    head.has_stamp = expected != nullptr;
+    cuda_check(head, message.data(), check_, status_, sticky_, stream_);
+    for (const CudaJob& job : jobs) cuda_poison(job, stream_);
+  }
+
+  void wait() override {
+    use();
+    cuda_throw(cudaMemcpyAsync(host_status_, sticky_, sizeof(uint32_t), cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
+    cuda_throw(cudaMemsetAsync(sticky_, 0, sizeof(uint32_t), stream_), "cudaMemsetAsync");
+    cuda_throw(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+    const uint32_t status = *host_status_;
+    if (status == 0) return;
+    // The head is looked at before what it describes.
+    static constexpr struct { uint32_t bit; const char *field, *words; } kWords[] = {
+        {kBadHead, "head", "is not this plan's, or was altered"},
+        {kBadStamp, "stamp", "(step, stage, rank, world) is not the expected one"},
+        {kBadBody, "body_check", "does not match: the body was altered"},
+        {kBadSide, "side", "values are neither finite and of their sign nor the marker"},
+        {kBadIndices, "indices", "are not increasing, or lie beyond the tensor"},
+        {kBadValues, "values", "are not finite"},
+        {kBadPadding, "padding", "is not zero"},
+        {kBadCodes, "codes", "hold a code that no encoder writes"},
+    };
+    for (const auto& w : kWords)
+      if (status & w.bit) throw Error(ErrorKind::frame, fmt::format("bad message: {} {}", w.field, w.words), w.field);
+  }
+
+ private:
+  static void* const* writable(const void** table) { return const_cast<void* const*>(table); }
+  void use() const { cuda_throw(cudaSetDevice(index_), "cudaSetDevice"); }
+
+  void make_groups() {
+    std::map<std::pair<uint32_t, DType>, size_t> found;
+    for (uint32_t i = 0; i < layout_.tensors.size(); ++i) {
+      const TensorSpec& t = layout_.tensors[i];
+      const Region& region = layout_.regions[i];
+      if (t.count == 0) continue;
+      const auto [it, fresh] = found.try_emplace({region.spec, t.dtype}, groups_.size());
+      if (fresh) groups_.push_back({region.scheme, t.dtype, {}, {}, 0, 0, 0, 0, 0, 0, 0, 0, 0});
+      Group& g = groups_[it->second];
+      const uint64_t blocks = div_up(t.count, kBlock), items = chunked(region.scheme) ? div_up(t.count, kTile) : blocks;
+      g.item_piece.insert(g.item_piece.end(), items, static_cast<uint32_t>(g.pieces.size()));
+      g.pieces.push_back({t.count, t.first / kBlock, region.name_hash, region.begin, g.items, g.blocks, i});
+      g.items += items;
+      g.blocks += blocks;
+    }
+  }
+
+  CudaJob job_of(const Group& g, std::byte* message) const {
+    CudaJob job;
+    job.scheme = g.scheme;
+    job.dtype = g.dtype;
+    job.pieces = arena_.at<CudaPiece>(g.pieces_at);
+    job.item_piece = arena_.at<uint32_t>(g.items_at);
+    job.items = g.items;
+    job.piece_count = static_cast<uint32_t>(g.pieces.size());
+    job.body = reinterpret_cast<uint32_t*>(message + layout_.head_bytes);
+    job.check = check_;
+    job.status = status_;
+    job.tops = arena_.at<uint32_t>(g.tops_at);
+    job.sums = arena_.at<CudaSums>(g.sums_at);
+    job.params = arena_.at<UnitParams>(g.params_at);
+    job.select = arena_.at<CudaSelect>(g.select_at);
+    job.block_counts = arena_.at<uint2>(g.counts_at);
+    return job;
+  }
+
+  CudaHead device_head(const Stamp& stamp) const {
+    size_t specs = kHeaderBytes;
+    for (const std::string& spec : layout_.specs) specs += 4 + div_up(spec.size(), 4) * 4;
+    return {device_head_, static_cast<uint32_t>(layout_.head_bytes), stamp.step, stamp.stage, stamp.rank, stamp.world, 0,
+            layout_.body_words, device_gaps_, gap_count_, true, static_cast<uint32_t>(specs)};
+  }
+
+  const Plan& plan_;
+  const Layout& layout_;
+  int index_;
+  cudaStream_t stream_;
+  std::vector<std::byte> head_;
+  std::vector<Group> groups_;
+  Arena arena_;
+  const std::byte* device_head_ = nullptr;
+  const uint64_t* device_gaps_ = nullptr;
+  uint32_t gap_count_ = 0;
+  const void** pointers_ = nullptr;
+  unsigned long long* check_ = nullptr;
+  uint32_t *status_ = nullptr, *sticky_ = nullptr, *host_status_ = nullptr;
+  std::vector<const void*> host_pointers_;
+  std::vector<CudaJob> jobs_;
+};
+
+}  // namespace
+
+bool cuda_built() { return true; }
+
+int cuda_devices() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return count;
+}
+
+std::string cuda_description() {
+  int count = 0;
+  const cudaError_t code = cudaGetDeviceCount(&count);
+  cudaGetLastError();
+  if (code != cudaSuccess) return fmt::format("built, not usable here: {}", cudaGetErrorString(code));
+  std::string text;
+  for (int i = 0; i < count; ++i) {
+    cudaDeviceProp p{};
+    if (cudaGetDeviceProperties(&p, i) == cudaSuccess)
+      text += fmt::format("{}{} (sm_{}{}, {} SMs, {:.0f} GiB)", i ? "; " : "", p.name, p.major, p.minor, p.multiProcessorCount, p.totalGlobalMem / double(1 << 30));
+  }
+  return count ? text : "built, no GPU here";
+}
+
+std::unique_ptr<Runner> make_cuda_runner(const Plan& plan, const Device& device) {
+  if (cuda_devices() == 0) throw Error(ErrorKind::unsupported, fmt::format("device is cuda, but {}", cuda_description()), "device");
+  if (device.index < 0 || device.index >= cuda_devices())
+    throw Error(ErrorKind::usage, fmt::format("cuda device is {}; here are {}", device.index, cuda_devices()), "device");
+  return std::make_unique<CudaRunner>(plan, device);
+}
+
+}  // namespace gradwire

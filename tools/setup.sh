@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Brings a Debian 12 machine to where `make test` works: the packages below, from apt, and a virtual environment in
+# build/venv for the Python tests. It looks at the real state first and installs only what is missing, so a second
+# run does nothing. The environment sits on Debian's own python3 and sees Debian's numpy and pytest: one registry,
+# fixed versions, and whatever `python3` means elsewhere on the machine does not matter.
+#
+# CUDA is not installed here: the build uses nvcc where it finds it and is complete without.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+packages=(
+  g++ cmake ninja-build make git                                      # to build
+  libhwy-dev libxxhash-dev libfmt-dev libcli11-dev nlohmann-json3-dev # to link or include
+  libopenmpi-dev openmpi-bin                                          # the mpi engine
+  libgtest-dev clang libclang-rt-14-dev llvm                          # tests; libFuzzer and its coverage need clang
+  python3 python3-venv python3-numpy python3-pytest                   # the tests that are written in Python
+)
+venv=build/venv
+log=build/setup.log
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() {
+  say "$*" >&2
+  exit 1
+}
+# step WORDS COMMAND...: one line on the terminal, the command's own output in the log.
+step() {
+  say "$1"
+  shift
+  "$@" >>"$log" 2>&1 </dev/null || {
+    tail -n 20 "$log" >&2
+    fail "failed: $* (all of it: $log)"
+  }
+}
+
+missing_packages() {
+  local installed
+  installed=$(dpkg-query -W -f='${db:Status-Status} ${Package}\n' "${packages[@]}" 2>/dev/null || true)
+  for package in "${packages[@]}"; do
+    grep -qxF "installed $package" <<<"$installed" || echo "$package"
+  done
+}
+
+command -v dpkg-query apt-get >/dev/null ||
+  fail "no apt here: install the likes of these by other means, then use cmake --preset release: ${packages[*]}"
+mkdir -p build
+mapfile -t missing < <(missing_packages)
+if ((${#missing[@]})); then
+  as_root=(env DEBIAN_FRONTEND=noninteractive)
+  if ((EUID != 0)); then
+    command -v sudo >/dev/null || fail "neither root nor sudo; please have these installed: ${missing[*]}"
+    as_root=(sudo env DEBIAN_FRONTEND=noninteractive)
+    sudo true || fail "sudo refused; please have these installed: ${missing[*]}"
+  fi
+  : >"$log"
+  # A foreign source that does not answer is no reason to stop: whether Debian's did shows in the next step.
+  say "reading the package lists"
+  "${as_root[@]}" apt-get update >>"$log" 2>&1 </dev/null || say "apt-get update complained (see $log), going on"
+  step "installing ${missing[*]}" "${as_root[@]}" apt-get install -y --no-install-recommends \
+    -o DPkg::Lock::Timeout=300 "${missing[@]}"
+fi
+
+if ! "$venv/bin/python3" -c 'import numpy, pytest' 2>/dev/null; then
+  rm -rf "$venv"
+  step "making $venv" /usr/bin/python3 -m venv --system-site-packages "$venv"
+  step "checking $venv" "$venv/bin/python3" -c 'import numpy, pytest'
+fi
+say "ready"
