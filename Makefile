@@ -43,12 +43,12 @@ test: build  ## the tests; ThreadSanitizer on the engine; 30 s of libFuzzer on t
 	  echo "== ctest --preset $$preset"; ctest --preset $$preset -j $(JOBS) || failed+=" $$preset"; \
 	done; test -z "$$failed" || { echo "make test: failed in:$$failed"; exit 1; }
 
-test-long: build  ## the tests too slow for `make test`, then FUZZ_SECONDS of libFuzzer
+test-long: build dev fuzz  ## tests labelled long, `make dev`, `make fuzz`
 	ctest --preset long -j $(JOBS)
-	FUZZ_SECONDS=$(FUZZ_SECONDS) JOBS=$(JOBS) tools/coverage.sh
 
-bench: build  ## the standard measurements of docs/measuring.md; appends rows to bench/results.csv
-	python3 bench/record.py
+bench: setup  ## the measurements of docs/measuring.md on this machine, appended to bench/results.csv
+	@$(call compile,release,$(release),--target bin/gradwire)
+	build/venv/bin/python3 bench/record.py
 
 fuzz: setup  ## FUZZ_SECONDS of libFuzzer on the decoders, then their branch coverage
 	FUZZ_SECONDS=$(FUZZ_SECONDS) JOBS=$(JOBS) tools/coverage.sh
@@ -65,6 +65,7 @@ install: build  ## library, headers, CMake package and program to PREFIX
 	cmake --install build --prefix $(PREFIX)
 
 format:  ## clang-format over the sources
+	@command -v clang-format >/dev/null || { echo "make format: clang-format is missing (a Debian package)"; exit 1; }
 	git ls-files '*.h' '*.cc' '*.cu' '*.cuh' | xargs clang-format -i
 
 clean:  ## remove build/ and all in it

@@ -42,7 +42,7 @@ struct Result {
 };
 
 // Small tensors are repeated within one reading of the clock.
-uint64_t repeats(uint64_t elements) { return std::clamp<uint64_t>((uint64_t{1} << 21) / elements, 1, 1024); }
+uint64_t repeats(uint64_t elements) { return std::clamp<uint64_t>((uint64_t{1} << 20) / elements, 1, 64); }
 
 Result measure(Bed& bed, const std::string& spec, const CodecBenchOptions& options,
                const std::vector<NamedTensor>& tensors, std::span<const float> values, Progress& progress) {

@@ -83,7 +83,7 @@ void print_rows(const CollectiveOptions& options, const std::string& engine, int
     }
     return;
   }
-  print(fmt::format("{} of {} elements{} among {} workers on {}; medians of {} steps, fp32 (scatter) in turns\n\n",
+  print(fmt::format("{} of {} elements{} among {} workers on {}; median of {} steps, fp32 (scatter) in turns\n\n",
                     options.method, human_count(elements), options.list.empty() ? "" : " in 161 tensors", world, engine,
                     options.steps));
   Table table("lrrrrrrl",

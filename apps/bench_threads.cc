@@ -62,7 +62,7 @@ nlohmann::ordered_json measure(const std::string& spec, const ThreadsOptions& op
   std::vector<double> compute_gains;
   Gains encode, feedback, decode, copy;
   uint64_t turn = 0;
-  const uint64_t count = std::clamp<uint64_t>((uint64_t{1} << 21) / values.size(), 1, 1024);
+  const uint64_t count = std::clamp<uint64_t>((uint64_t{1} << 20) / values.size(), 1, 64);
   const auto seconds = [&](Bed& bed, Subject& subject, void (Subject::*work)(uint64_t)) {
     return bed.time([&] {
       for (uint64_t i = 0; i < count; ++i) (subject.*work)(++turn);

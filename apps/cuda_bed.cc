@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 #include <fmt/format.h>
 
+#include <atomic>
 #include <vector>
 
 #include "bed.h"
@@ -56,10 +57,23 @@ class CudaBed final : public Bed {
   void copy(void* to, const void* from, size_t bytes) override {
     GW_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream_));
   }
+  // The stream is held until everything is enqueued, so that the device's time is measured and not the host's.
   double time(const std::function<void()>& work) override {
+    std::atomic<bool> go{false};
+    GW_CUDA(cudaLaunchHostFunc(
+        stream_, [](void* flag) { static_cast<std::atomic<bool>*>(flag)->wait(false); }, &go));
     GW_CUDA(cudaEventRecord(start_, stream_));
-    work();
+    try {
+      work();
+    } catch (...) {
+      go = true;
+      go.notify_all();
+      cudaStreamSynchronize(stream_);
+      throw;
+    }
     GW_CUDA(cudaEventRecord(end_, stream_));
+    go = true;
+    go.notify_all();
     GW_CUDA(cudaEventSynchronize(end_));
     float milliseconds = 0;
     GW_CUDA(cudaEventElapsedTime(&milliseconds, start_, end_));

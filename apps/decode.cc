@@ -87,9 +87,9 @@ void decode(const DecodeOptions& options) {
   const std::vector<std::byte> message = read_file(options.in);
   Limits limits;
   limits.max_elements = options.max_elements;
-  const Head head = read_head(message, limits);
+  const Head head = named(options.in, [&] { return read_head(message, limits); });
   const size_t chosen = chosen_tensor(options, head);
-  verify_body(message, head);  // before memory for the elements is taken
+  named(options.in, [&] { verify_body(message, head); });  // before memory for the elements is taken
 
   const Plan plan(head.tensors);
   const std::unique_ptr<Bed> bed = make_bed(options.bed);
@@ -98,8 +98,10 @@ void decode(const DecodeOptions& options) {
   for (const TensorSpec& tensor : head.tensors) outputs.push_back(bed->allocate(tensor.count * bytes_of(tensor.dtype)));
   auto* bytes = static_cast<std::byte*>(bed->allocate(message.size()));
   bed->upload(bytes, message.data(), message.size());
-  runner->decode({bytes, message.size()}, outputs);
-  runner->wait();
+  named(options.in, [&] {
+    runner->decode({bytes, message.size()}, outputs);
+    runner->wait();
+  });
 
   const TensorSpec& tensor = head.tensors[chosen];
   std::vector<std::byte> data(tensor.count * bytes_of(tensor.dtype));

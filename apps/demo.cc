@@ -32,7 +32,7 @@ void demo(int world, int steps) {
   const std::vector<NamedTensor> tensors = resnet50_tensors();
   print(fmt::format(
       "{} workers in this process average the gradients of ResNet-50 ({} tensors, {} elements), once per codec.\n"
-      "Every step: encode, all-to-all, decode and add, encode the mean, all-gather, decode. Medians of {} steps.\n\n",
+      "Every step: encode, all-to-all, decode and add, encode the mean, all-gather, decode. Median of {} steps.\n\n",
       world, tensors.size(), human_count(total_elements(tensors)), steps));
 
   Progress progress;

@@ -9,12 +9,24 @@
 #include <string>
 #include <vector>
 
+#include "gradwire/error.h"
+
 namespace gradwire::app {
 
 std::vector<std::byte> read_file(const std::string& path);
 
 // Writes the parts one after another. Devices and pipes are written to directly.
 void write_file(const std::string& path, std::span<const std::span<const std::byte>> parts);
+
+// Runs `work` on the content of a file; an error of the library then names the file too.
+template <class Work>
+auto named(const std::string& path, Work work) {
+  try {
+    return work();
+  } catch (const Error& error) {
+    throw Error(error.kind(), path + ": " + error.what(), error.field(), error.rank());
+  }
+}
 
 bool ends_with(const std::string& text, const std::string& end);
 

@@ -38,16 +38,37 @@ uint64_t elements_of(const Head& head) {
   return total;
 }
 
-void print_json(const std::string& path, const Head& head, const std::string& body_verdict) {
+// Header fields that nobody but a reader of dumps wants, by their offsets in docs/wire-format.md.
+uint64_t header_number(std::span<const std::byte> message, size_t offset, size_t bytes) {
+  uint64_t number = 0;
+  for (size_t i = 0; i < bytes; ++i) number |= static_cast<uint64_t>(message[offset + i]) << (8 * i);
+  return number;
+}
+
+struct Extra {
+  std::string magic;
+  uint64_t flags, specs;
+};
+
+Extra extra_of(std::span<const std::byte> message) {
+  return {std::string(reinterpret_cast<const char*>(message.data()), 4), header_number(message, 6, 2),
+          header_number(message, 36, 4)};
+}
+
+void print_json(const std::string& path, const Head& head, const Extra& extra, const std::string& body_verdict) {
   const uint64_t elements = elements_of(head);
   nlohmann::ordered_json row = {{"file", path},
+                                {"magic", extra.magic},
                                 {"version", head.version},
+                                {"flags", extra.flags},
                                 {"total_bytes", head.total_bytes},
                                 {"step", head.stamp.step},
                                 {"stage", head.stamp.stage},
                                 {"rank", head.stamp.rank},
                                 {"world", head.stamp.world},
                                 {"head_bytes", head.head_bytes},
+                                {"spec_count", extra.specs},
+                                {"tensor_count", head.tensors.size()},
                                 {"head_check", fmt::format("{:016x}", head.head_check)},
                                 {"head_check_verdict", "ok"},
                                 {"body_check", fmt::format("{:016x}", head.body_check)},
@@ -71,11 +92,13 @@ void print_json(const std::string& path, const Head& head, const std::string& bo
   print(row.dump() + "\n");
 }
 
-void print_page(const std::string& path, const Head& head, const std::string& body_verdict) {
+void print_page(const std::string& path, const Head& head, const Extra& extra, const std::string& body_verdict) {
   const uint64_t elements = elements_of(head);
   const auto line = [](const char* name, const std::string& value) { print(fmt::format("{:<18}{}\n", name, value)); };
   line("file", path);
+  line("magic", extra.magic);
   line("version", std::to_string(head.version));
+  line("flags", std::to_string(extra.flags));
   line("total bytes", fmt::format("{} (head {}, body {})", human_count(head.total_bytes), human_count(head.head_bytes),
                                   human_count(head.total_bytes - head.head_bytes)));
   line("step", std::to_string(head.stamp.step));
@@ -83,8 +106,8 @@ void print_page(const std::string& path, const Head& head, const std::string& bo
   line("rank", fmt::format("{} of {}", head.stamp.rank, head.stamp.world));
   line("head checksum", fmt::format("{:016x} ok", head.head_check));
   line("body checksum", fmt::format("{:016x} {}", head.body_check, body_verdict));
-  line("elements", fmt::format("{} in {} tensor{}", human_count(elements), head.tensors.size(),
-                               head.tensors.size() == 1 ? "" : "s"));
+  line("elements", fmt::format("{} in {} tensor{}, {} codec{}", human_count(elements), head.tensors.size(),
+                               head.tensors.size() == 1 ? "" : "s", extra.specs, extra.specs == 1 ? "" : "s"));
   line("bits per element", fmt::format("{:.4f} (every byte counted)", bits(head.total_bytes, elements)));
   if (head.tensors.size() == 1) {
     const TensorSpec& tensor = head.tensors[0];
@@ -93,7 +116,7 @@ void print_page(const std::string& path, const Head& head, const std::string& bo
     line("dtype", std::string(name_of(tensor.dtype)));
     line("name hash", fmt::format("{:016x}", tensor.name_hash.value_or(0)));
     line("first element", human_count(tensor.first));
-    line("body", fmt::format("{} bytes at offset {}", human_count(tensor.codec.bytes(tensor.count)),
+    line("body", fmt::format("{} bytes, from byte {} of the body", human_count(tensor.codec.bytes(tensor.count)),
                              human_count(head.body_offsets[0])));
     return;
   }
@@ -114,19 +137,19 @@ void print_page(const std::string& path, const Head& head, const std::string& bo
 
 void inspect(const std::string& path, bool json) {
   const std::vector<std::byte> message = read_file(path);
-  const Head head = read_head(message);
+  const Head head = named(path, [&] { return read_head(message); });
   std::string verdict = "ok";
   std::unique_ptr<Error> altered;
   try {
-    verify_body(message, head);
+    named(path, [&] { verify_body(message, head); });
   } catch (const Error& error) {
     verdict = "wrong: the body was altered";
     altered = std::make_unique<Error>(error);
   }
   if (json) {
-    print_json(path, head, altered ? "wrong" : "ok");
+    print_json(path, head, extra_of(message), altered ? "wrong" : "ok");
   } else {
-    print_page(path, head, verdict);
+    print_page(path, head, extra_of(message), verdict);
   }
   if (altered) throw *altered;
 }

@@ -37,6 +37,18 @@ TEST(Shards, CoverEveryElementOnceAtGrainBoundaries) {
     }
 }
 
+TEST(Shards, OfOneTensorDifferByAtMostAGrain) {
+  for (uint64_t grains = 4; grains < 40; ++grains) {
+    const std::vector<NamedTensor> list{{"a", grains * kPieceGrain}};
+    const std::vector<Shard> cut = shards(list, 4);
+    EXPECT_EQ(cut.size(), 4u);
+    for (const Shard& shard : cut) {
+      EXPECT_GE(shard.count, grains / 4 * kPieceGrain);
+      EXPECT_LE(shard.count, (grains + 3) / 4 * kPieceGrain);
+    }
+  }
+}
+
 TEST(Shards, DoNotDependOnTheRestOfTheList) {
   const std::vector<NamedTensor> all = resnet50();
   const std::vector<Shard> together = shards(all, 4);

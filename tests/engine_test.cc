@@ -28,7 +28,10 @@ using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
 const std::array kWorlds{1, 2, 3, 4, 7};
-const std::array<size_t, 5> kLengths{0, 1, 257, 65536, 5'000'011};
+const std::array<size_t, 5> kLengths{0, 1, 257, 65536, 3'000'017};
+
+// The longest is left to the small worlds: it is about long copies, not about many ranks.
+std::span<const size_t> lengths(int world) { return std::span(kLengths).first(world > 4 ? 4 : 5); }
 
 // What each rank threw. Each rank's engine lives until all have ended, unless the body takes it: nobody is told "left"
 // by accident.
@@ -45,7 +48,7 @@ std::vector<Outcome> outcomes(int world, const std::function<void(std::unique_pt
 
 TEST(Loopback, AllToAllBringsEveryPairItsBytesInEveryWorldAndLength) {
   for (const int world : kWorlds) {
-    for (const size_t length : kLengths) {
+    for (const size_t length : lengths(world)) {
       run_loopback(world, [&](Engine& engine) {
         AllToAll exchange(engine, 3, [&](int, int) { return length; });
         exchange.start(engine).wait();
@@ -67,7 +70,7 @@ TEST(Loopback, AllToAllTakesAnotherLengthForEveryPairAlsoZero) {
 
 TEST(Loopback, AllGatherBringsEverybodysBytesToEverybody) {
   for (const int world : kWorlds) {
-    for (const size_t length : kLengths) {
+    for (const size_t length : lengths(world)) {
       run_loopback(world, [&](Engine& engine) {
         AllGather gather(engine, 9, [&](int from) { return length + (length > 0 ? from : 0); });
         gather.start(engine).wait();
@@ -89,8 +92,7 @@ TEST(Loopback, AllGatherMayRunInPlace) {
 
 TEST(Loopback, BroadcastBringsTheRootsBytesToEverybodyFromEveryRoot) {
   for (const int world : kWorlds) {
-    for (const size_t length : kLengths) {
-      if (length > 1'000'000 && world > 4) continue;
+    for (const size_t length : lengths(world)) {
       run_loopback(world, [&](Engine& engine) {
         for (int root = 0; root < world; ++root) {
           Broadcast cast(engine, root, length, root);
@@ -510,7 +512,7 @@ TEST(LoopbackFailure, AGroupInheritsTheTimeout) {
 
 // Buffers die as soon as wait() has thrown: under ASan and TSan this finds a copy that still runs.
 TEST(LoopbackFailure, NobodyTouchesTheBuffersOfAFailedWait) {
-  for (int round = 0; round < 60; ++round) {
+  for (int round = 0; round < 20; ++round) {
     outcomes(4, [&](std::unique_ptr<Engine>& engine) {
       std::mt19937 random(round * 4 + engine->rank());
       std::vector<Handle> handles;
@@ -537,12 +539,14 @@ TEST(LoopbackFailure, NobodyTouchesTheBuffersOfAFailedWait) {
 }
 
 // Rank 2 pushes a long message into rank 1's buffer, rank 0 poisons meanwhile, and rank 1, whose wait fails, writes its
-// own mark there: no byte of rank 2's copy may come after it.
+// own mark where a copy writes last: no byte of rank 2's may come after it. Whether poison comes in the middle of a
+// copy is up to the scheduler; a wait that took its time says that it did, and then the test has seen what it is about.
 TEST(LoopbackFailure, AFailedWaitReturnsOnlyWhenCopiesIntoItsBuffersHaveEnded) {
-  constexpr size_t kBytes = 96 << 20;
+  constexpr size_t kBytes = 64 << 20;
   std::vector<std::byte> source(kBytes, std::byte{0x11}), target(kBytes);
-  const std::vector<std::byte> marked(kBytes, std::byte{0x77});
-  for (int round = 0; round < 6; ++round) {
+  const Bytes tail = Bytes(target).last(4096);
+  bool held = false;
+  for (int round = 0; round < 200 && !held; ++round) {
     std::latch posted(3), poisoned(1);
     outcomes(3, [&](std::unique_ptr<Engine>& engine) {
       std::array<ConstBytes, 3> send;
@@ -552,18 +556,21 @@ TEST(LoopbackFailure, AFailedWaitReturnsOnlyWhenCopiesIntoItsBuffersHaveEnded) {
       Handle handle = engine->all_to_all(send, recv);
       posted.arrive_and_wait();
       if (engine->rank() == 0) {
-        for (const auto until = Clock::now() + round * 2ms; Clock::now() < until;) std::this_thread::yield();
+        for (const auto until = Clock::now() + round % 8 * 1ms; Clock::now() < until;) std::this_thread::yield();
         engine->poison("now");
         poisoned.count_down();
       }
       if (engine->rank() == 1) {
         poisoned.wait();
+        const auto begin = Clock::now();
         EXPECT_TRUE(outcome_of([&] { handle.wait(); }).threw);
-        std::copy(marked.begin(), marked.end(), target.begin());
+        held = Clock::now() - begin > 1ms;
+        std::fill(tail.begin(), tail.end(), std::byte{0x77});
       }
     });
-    EXPECT_TRUE(target == marked) << "round " << round;
+    ASSERT_EQ(std::count(tail.begin(), tail.end(), std::byte{0x77}), 4096) << "round " << round;
   }
+  EXPECT_TRUE(held) << "no failed wait has waited for a copy";
 }
 
 TEST(RunLoopback, RethrowsWhatTheBodyThrewNotWhatFollowedFromIt) {

@@ -123,14 +123,18 @@ inline std::vector<Case> cases() {
                  {tensor("embedding", 1500, "qsgd:bits=4", 32768), tensor("embedding", 40, "terngrad", 65536)},
                  {.seed = 9, .step = 3, .stage = 0, .rank = 1, .world = 2}});
 
-  for (const char* spec : {"onebit", "onebit:mode=paper", "terngrad", "terngrad:mode=paper", "topk",
-                           "topk:ratio=0.001,mode=paper", "qsgd:bits=2,bucket=32768"}) {
-    Case large = one(fmt::format("large_{}", all.size()), spec,
-                     std::string(spec).find("ratio") == std::string::npos ? 40000 : 70000);
-    large.name = "large_" + large.tensors[0].spec.codec.name() +
-                 (std::string(spec).find("paper") == std::string::npos ? "" : "_paper");
-    large.large = true;
-    all.push_back(large);
+  const std::vector<Case> large = {
+      one("large_onebit", "onebit", 40000),
+      one("large_onebit_paper", "onebit:mode=paper", 40000),
+      one("large_terngrad", "terngrad", 40000),
+      one("large_terngrad_paper", "terngrad:mode=paper", 40000),
+      one("large_topk", "topk", 40000),
+      one("large_topk_paper", "topk:ratio=0.001,mode=paper", 70000),  // above 65536: indices of 32 bits
+      one("large_qsgd", "qsgd:bits=2,bucket=32768", 40000),
+  };
+  for (const Case& c : large) {
+    all.push_back(c);
+    all.back().large = true;
   }
   return all;
 }

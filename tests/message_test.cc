@@ -50,7 +50,9 @@ TEST(Golden, ManifestNamesEveryFrame) { EXPECT_EQ(golden_text("manifest.json"), 
 
 TEST(Golden, InputIsWhatTheRuleSays) {
   for (const golden::Case& c : golden::cases())
-    if (!c.large) EXPECT_EQ(golden_text(c.name + ".in.f32"), raw(golden::inputs(c))) << c.name;
+    if (!c.large) {
+      EXPECT_EQ(golden_text(c.name + ".in.f32"), raw(golden::inputs(c))) << c.name;
+    }
 }
 
 TEST(Golden, EncodesToTheSameBytesOnEveryTarget) {
@@ -164,8 +166,9 @@ TEST(Damage, EveryResealedFlipIsRefusedByNameOrHonest) {
           runner->decode(message, outputs);
       });
       ++(field.empty() ? taken : refused);
-      if (field.empty())
+      if (field.empty()) {
         ASSERT_EQ(Plan(read_head(message).tensors).message_bytes(), message.size()) << c.name << " bit " << bit;
+      }
       message[bit / 8] = whole[bit / 8];
       std::memcpy(message.data() + 48, whole.data() + 48, 16);  // the checks
     }
@@ -243,7 +246,7 @@ TEST_F(Receiver, NamesTheNumberOfTensors) {
   message = Forged(three);
   EXPECT_EQ(field(two), "tensor_count");
   message = Forged(two);
-  EXPECT_EQ(field(three), "tensor[0].count");  // 11 elements are beyond what three of one element can hold
+  EXPECT_EQ(field(three), "tensor_count");
 }
 
 TEST_F(Receiver, NamesTheSizeOfABufferThatDoesNotFit) {

@@ -16,6 +16,7 @@ import pytest
 
 PROGRAM = (os.environ.get("GRADWIRE_BIN") or os.environ.get("GRADWIRE")
            or str(Path(__file__).resolve().parent.parent / "build/bin/gradwire"))
+GOLDEN = Path(__file__).resolve().parent / "golden"
 USAGE, BAD_INPUT, IO, UNSUPPORTED = 2, 3, 4, 5
 
 
@@ -312,7 +313,7 @@ def test_a_truncated_frame_is_refused_and_leaves_nothing(frame):
     for length in [0, 1, 7, 20, 40, 60, 100, len(whole) // 2, len(whole) - 1]:
         Path("bad.gw").write_bytes(whole[:length])
         for command in [("decode", "bad.gw", "back.npy"), ("inspect", "bad.gw")]:
-            refuse(BAD_INPUT, [], *command)
+            refuse(BAD_INPUT, ["bad.gw"], *command)
     Path("bad.gw").write_bytes(whole + b"\0")
     refuse(BAD_INPUT, [], "decode", "bad.gw", "back.npy")
     assert sorted(os.listdir()) == ["bad.gw", "g.gw", "g.npy"]
@@ -325,7 +326,7 @@ def test_an_altered_frame_is_refused_and_leaves_nothing(frame):
         altered[place] ^= 0x10
         Path("bad.gw").write_bytes(altered)
         refuse(BAD_INPUT, [], "decode", "bad.gw", "back.npy")
-    refuse(BAD_INPUT, ["body"], "decode", "bad.gw", "back.npy")
+    refuse(BAD_INPUT, ["body_check"], "decode", "bad.gw", "back.npy")
     assert sorted(os.listdir()) == ["bad.gw", "g.gw", "g.npy"]
     # inspect still shows the head of a frame whose body alone is wrong
     done = subprocess.run([PROGRAM, "inspect", "--json", "bad.gw"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -349,11 +350,27 @@ def test_cuda_is_refused_clearly_where_there_is_none(frame):
         assert not Path("c.gw").exists()
 
 
+def test_a_tensor_of_a_message_with_several_is_chosen(folder):
+    message = GOLDEN / "mixed.gw"
+    tensors = rows("inspect", message)[0]["tensors"]
+    assert len(tensors) > 1
+    refuse(USAGE, ["--tensor", len(tensors)], "decode", message, "back.npy")
+    refuse(USAGE, ["--tensor", len(tensors)], "decode", "--tensor", len(tensors), message, "back.npy")
+    assert os.listdir() == []
+    for tensor in tensors:
+        run("decode", "--tensor", tensor["index"], "--dtype", "f32", message, "back.npy")
+        assert np.load("back.npy").shape == (tensor["count"],)
+    page = run("inspect", message)[0].decode()
+    for tensor in tensors:
+        assert tensor["name_hash"] in page and tensor["codec"] in page
+
+
 # What is shown ------------------------------------------------------------------------------------------------------
 
 
 def test_inspect_names_every_field(frame):
     row, = rows("inspect", "g.gw")
+    assert row["magic"] == "GWIR" and row["flags"] == 0 and row["spec_count"] == row["tensor_count"] == 1
     assert row["version"] == 1 and row["step"] == 7 and row["stage"] == 0 and row["rank"] == 0 and row["world"] == 1
     assert row["total_bytes"] == os.path.getsize("g.gw") and row["elements"] == 5000
     assert row["head_check_verdict"] == "ok" and row["body_check_verdict"] == "ok"
@@ -425,7 +442,7 @@ def test_bench_codec_ranges_over_the_registry_with_the_promised_names():
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_bench_codec_takes_other_types_threads_and_targets(dtype):
-    row, = rows("bench", "codec", "--codec", "qsgd:bits=8", "--elements", 3001, "--pairs", 2, "--dtype", dtype,
+    row, = rows("bench", "codec", "--codec", "qsgd:bits=8", "--elements", 300007, "--pairs", 2, "--dtype", dtype,
                 "--threads", 2, "--simd", "scalar", "--residual", "bf16")
     assert row["dtype"] == dtype and row["threads"] == 2 and 0 < row["relative_error"] < 0.01
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # How much of the decoders does the fuzzer reach? Fuzzes for FUZZ_SECONDS under ASan + UBSan (build/fuzz), collecting
 # inputs in build/fuzz/corpus; then replays all of them, the golden frames too, through a build of the same target with
-# source coverage (build/coverage) and prints branch coverage per decoder source file. Ends with an error when the
+# source coverage (build/coverage) and prints the decoders' branch coverage per source file. Ends with an error when the
 # fuzzer finds something, or when less than COVERAGE_MIN percent of the branches were taken.
 #
 #   FUZZ_SECONDS=600 JOBS=2 COVERAGE_MIN=90 tools/coverage.sh
@@ -11,9 +11,6 @@ cd "$(dirname "$0")/.."
 seconds=${FUZZ_SECONDS:-600}
 jobs=${JOBS:-$(nproc)}
 minimum=${COVERAGE_MIN:-90}
-
-# Everything between the bytes of a message and the caller's tensors.
-decoders=(src/flow/message.cc src/flow/layout.cc src/flow/runner_cpu.cc)
 
 build() { # preset
   cmake --preset "$1" >/dev/null
@@ -37,12 +34,7 @@ echo "== coverage of the decoders by $(find "${corpus[@]}" -type f | wc -l) inpu
 LLVM_PROFILE_FILE=build/coverage/fuzz.profraw build/coverage/bin/fuzz_decode -runs=0 "${corpus[@]}" 2>build/coverage/log ||
   { tail -n 60 build/coverage/log; exit 1; }
 llvm-profdata merge -sparse build/coverage/fuzz.profraw -o build/coverage/fuzz.profdata
-coverage() { llvm-cov "$@" build/coverage/bin/fuzz_decode -instr-profile=build/coverage/fuzz.profdata "${decoders[@]}"; }
-coverage show -format=html -show-branches=count -output-dir=build/coverage/html >/dev/null
-coverage report -show-region-summary=false | tee build/coverage/report
+llvm-cov show build/coverage/bin/fuzz_decode -instr-profile=build/coverage/fuzz.profdata -format=html \
+  -show-branches=count -output-dir=build/coverage/html src >/dev/null
 echo "line by line: build/coverage/html/index.html"
-
-# The last column of the line TOTAL is the branch coverage.
-reached=$(awk '$1 == "TOTAL" { sub("%", "", $NF); print $NF }' build/coverage/report)
-awk -v reached="$reached" -v minimum="$minimum" 'BEGIN { exit !(reached >= minimum) }' ||
-  { echo "branch coverage $reached % is below $minimum %"; exit 1; }
+python3 tools/branch_coverage.py build/coverage/bin/fuzz_decode build/coverage/fuzz.profdata --minimum "$minimum"

@@ -63,17 +63,20 @@ class Reducer {
   Reducer(Engine& engine, std::vector<NamedTensor> tensors, const ReduceOptions& options);
   ~Reducer();
 
-  // in[i], out[i] hold tensors[i]; they may be the same memory. Runs on the reducer's own thread, in the order of the
-  // calls; the handle's wait() throws what went wrong.
+  // in[i], out[i] hold tensors[i]; they may be the same memory. Runs on a thread of its own, shared by all reducers on
+  // the engine, in the order of the calls; the handle's wait() throws what went wrong. A step that failed has changed no
+  // residual. Where only one rank's arguments are wrong, or ranks disagree about step or loss_scale, all are told before
+  // data move, and can go on; any later failure poisons the engine.
   Handle start(uint64_t step, std::span<const void* const> in, std::span<void* const> out, float loss_scale = 1.0f);
   void run(uint64_t step, std::span<const void* const> in, std::span<void* const> out, float loss_scale = 1.0f);
 
-  // After the results are seen (all ranks see the same bits, so all decide alike).
+  // After the results are seen (all ranks see the same bits, so all decide alike). A reducer that keeps residuals
+  // refuses another step until this one is decided.
   void commit(uint64_t step);
   void rollback(uint64_t step);
 
   ErrorFeedback& feedback();
-  uint64_t message_bytes() const;  // bytes this rank sends to others in one step
+  uint64_t message_bytes() const;  // bytes this rank sends to others in one step, all included
 
  private:
   struct State;

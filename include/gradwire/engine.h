@@ -66,7 +66,8 @@ class Engine {
 // Threads in one process: the embedded engine and the test bed. engines[r] is rank r's; each is used by one thread.
 std::vector<std::unique_ptr<Engine>> make_loopback(int world);
 
-// Runs body(engine) for every rank on a thread of its own; rethrows the first error by rank after all have ended.
+// Runs body(engine) for every rank on a thread of its own. What one throws poisons its engine; after all have ended,
+// the first error in time is rethrown, not one that followed from it.
 void run_loopback(int world, const std::function<void(Engine&)>& body);
 
 // MPI (only in builds that found it: mpi_built()). `communicator` is a pointer to an MPI_Comm, or null for

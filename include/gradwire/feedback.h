@@ -22,7 +22,8 @@ namespace gradwire {
 enum class Side : uint8_t { up = 0, down = 1 };
 
 // Per-tensor rules: "*.bias=fp32;1d=fp32;*=qsgd:bits=4". The first rule that matches wins; `1d` matches tensors with
-// at most one dimension, anything else is a glob over the name. The last rule must be `*`. A plain spec is one rule.
+// at most one dimension, anything else is a glob over the name (`*`: any characters, `?`: any one). The last rule must
+// be `*`. A plain spec is one rule.
 class Rules {
  public:
   static Rules parse(std::string_view text);
@@ -45,7 +46,7 @@ class ErrorFeedback {
   ErrorFeedback& operator=(ErrorFeedback&&) noexcept;
 
   // Makes room, filled with zeros, for `count` elements of tensor `name` from element `first` on. Again with the
-  // same numbers: nothing; with others: Error{usage}.
+  // same numbers: nothing; with others that overlap: Error{usage}.
   void add(Side side, const std::string& name, uint64_t count, uint64_t first = 0);
 
   // The residuals of `tensors` for one encode at `step`. Tensors that were not added get no feedback. A tensor may be
@@ -58,7 +59,8 @@ class ErrorFeedback {
   std::unique_ptr<Pointers> begin(Side side, uint64_t step, std::span<const TensorSpec> tensors,
                                   float loss_scale = 1.0f);
 
-  // All tensors begun at `step` take their new residual, or keep the old one. Error{usage} if another step is open.
+  // The elements begun at `step` take their new residual, or keep the old one; the others keep what they have. Without
+  // an open step nothing happens; Error{usage} if another one is open.
   void commit(uint64_t step);
   void rollback(uint64_t step);
 
@@ -69,7 +71,8 @@ class ErrorFeedback {
   // (1/W) * sum of the workers' residuals + the owners' residuals, within f32 rounding.
   static std::vector<ErrorFeedback> redistribute(std::span<const ErrorFeedback> ranks, int new_world);
 
-  std::vector<float> residual(Side side, const std::string& name, uint64_t first = 0) const;  // copied to the host, as f32
+  // What was added with this `first`, copied to the host, as f32.
+  std::vector<float> residual(Side side, const std::string& name, uint64_t first = 0) const;
   uint64_t hash() const;  // of every committed residual: two equal states have equal hashes
 
  private:

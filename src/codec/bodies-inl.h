@@ -19,12 +19,20 @@ struct UniformBody {
   static GW_BODY typename L::U encode(typename L::F x, const UnitParams& p, typename L::U rnd) {
     if constexpr (kClip) x = L::min(L::max(x, L::set(-p.limit)), L::set(p.limit));
     if constexpr (kTiny) x = L::mul(x, L::set(p.pre));
-    const typename L::U y = L::as_u(L::round(L::mul(x, L::set(p.scale))));
-    return L::template shr<16>(L::add_u(L::add_u(y, rnd), L::set_u(kTop << 16)));
+    x = L::mul(x, L::set(p.scale));
+    if constexpr (kTop * 65536 <= 1u << 22) {
+      // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits: one addition instead of a conversion.
+      const typename L::U y = L::bits(L::add(x, L::set(12582912.0f)));
+      return L::template shr<16>(L::add_u(L::add_u(y, rnd), L::set_u((kTop << 16) - 0x4b400000u)));
+    } else {
+      return L::template shr<16>(L::add_u(L::add_u(L::as_u(L::round(x)), rnd), L::set_u(kTop << 16)));
+    }
   }
   template <class L>
   static GW_BODY typename L::F decode(typename L::U code, const UnitParams& p) {
-    return L::mul(L::to_f(L::sub_i(L::as_i(code), L::set_i(static_cast<int32_t>(kTop)))), L::set(p.a));
+    // The same the other way: 2^23 + code as a float, less 2^23 + top, is code - top exactly.
+    const typename L::F level = L::sub(L::from_bits(L::or_u(code, L::set_u(0x4b000000u))), L::set(8388608.0f + kTop));
+    return L::mul(level, L::set(p.a));
   }
   template <class L>
   static GW_BODY typename L::U check(typename L::U seen, typename L::U code) {

@@ -7,7 +7,6 @@
 #include "collective/issuer.h"
 #include "collective/stages.h"
 #include "core/bits.h"
-#include "core/float_mode.h"
 
 namespace gradwire {
 namespace {
@@ -90,8 +89,7 @@ struct Reducer::State {
   }
 
   void move(const Request& request) {
-    const FloatMode ieee;
-    std::vector<float*> sums = in_scratch;
+      std::vector<float*> sums = in_scratch;
     for (size_t i = 0; i < sums.size(); ++i)
       if (!sums[i]) sums[i] = static_cast<float*>(request.out[up->mine()[i].tensor]);
     up->run(request.step, request.in, sums);

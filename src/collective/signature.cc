@@ -13,6 +13,7 @@
 #include <map>
 
 #include "core/bits.h"
+#include "core/float_mode.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -202,6 +203,7 @@ void take_part(Engine& engine, const std::function<void()>& prepare,
   }
   agree(failure);
   try {
+    const FloatMode ieee;  // the caller's would change bits on this rank alone
     move();
   } catch (...) {
     engine.poison(fmt::format("rank {} failed: {}", engine.rank(), message_of(std::current_exception())));

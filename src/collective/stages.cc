@@ -5,7 +5,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "core/float_mode.h"
 
 namespace gradwire {
 namespace {
@@ -170,7 +169,6 @@ void RootStage::run(uint64_t step, std::span<void* const> data) {
 
 void finish_sums(const Job& job, int world, std::span<const Shard> shards, std::span<float* const> sums) {
   if (job.options.op == ReduceOptions::Op::sum) return;
-  const FloatMode ieee;
   const auto divisor = static_cast<float>(world);
   for (size_t i = 0; i < shards.size(); ++i)
     for (float* x = sums[i]; x < sums[i] + shards[i].count; ++x) *x /= divisor;

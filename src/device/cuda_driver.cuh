@@ -8,8 +8,6 @@
 //
 // Included by codec/cuda_kernels.cu inside an anonymous namespace, after the bodies.
 
-constexpr uint32_t kFull = 0xffffffffu;
-
 struct Item {
   uint32_t slot;    // of the piece in its group
   CudaPiece piece;
@@ -28,6 +26,13 @@ __device__ __forceinline__ Item block_of(const CudaJob& job, uint64_t i) {
   if (!chunked(job.scheme)) return item_of(job, i);
   Item item = item_of(job, i / 32);
   item.number = item.number * 32 + i % 32;
+  return item;
+}
+
+// The partial block at the end of a piece; beyond its end if there is none.
+__device__ __forceinline__ Item tail_of(const CudaJob& job, uint64_t slot) {
+  Item item{static_cast<uint32_t>(slot), job.pieces[slot], 0};
+  item.number = item.piece.count / kBlock;
   return item;
 }
 
@@ -145,7 +150,7 @@ template <class B, bool kOne, bool kFeedback>
 __device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, float (&x)[32],
                                             const UnitParams& one, const UnitParams* rows, Check& check) {
   constexpr int kBits = B::kCodeBits;
-  const uint64_t key = block_key(tensor_key(job.call, piece.name_hash), piece.first_block + block);
+  const uint64_t key = block_key(job.keys[piece.tensor], piece.first_block + block);
   const uint32_t key1 = static_cast<uint32_t>(key >> 32);
   uint32_t counter = lane * kWeyl + static_cast<uint32_t>(key);
   uint32_t* words = job.body + piece.region + block * kLane * kBits + lane;
@@ -176,7 +181,7 @@ __device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece&
     if constexpr (!kOne) p = rows[row];
     const uint32_t code = B::template encode<ScalarLane, !kOne>(x[row], p, r16);
     if constexpr (kFeedback) x[row] = (x[row] - B::template decode<ScalarLane>(code, p)) * job.unscale;
-    word = place == 0 ? code : word | code << place;
+    word = place == 0 ? code : word + (code << place);  // disjoint bits: the sum is the or, in one instruction
     if (place + kBits >= 32) {
       words[q * 32] = word;
       check.row(word, row0 + q);
@@ -185,46 +190,40 @@ __device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece&
   }
 }
 
-// The last, partial block: its codes follow one another from bit 0 on, so 32 codes of a row fill `bits` words, which the
-// first `bits` lanes collect from their neighbours.
+// A row of the last, partial block: codes follow one another from bit 0 on, so the 32 codes of a row fill `bits` words, which
+// the first `bits` lanes collect from their neighbours. A marked unit is encoded as zeros.
 template <class B, bool kFeedback>
-__device__ void encode_tail(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, float (&x)[32], const UnitParams* rows,
-                            Check& check) {
+__device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t row, uint32_t lane, const UnitParams& p, Check& check) {
   constexpr int kBits = B::kCodeBits;
-  const uint64_t n = piece.count - block * kBlock, key = block_key(tensor_key(job.call, piece.name_hash), piece.first_block + block);
+  const uint64_t at = block * kBlock + row * kLane + lane;
   const uint64_t tail = piece.region + full_words(job.scheme, piece.count), words = tail_words(job.scheme, piece.count);
-#pragma unroll 1
-  for (uint32_t row = 0; row * kLane < n; ++row) {
-    float value = 0;
+  const void* before = kFeedback ? job.before[piece.tensor] : nullptr;
+  float value = 0;
+  if (at < piece.count) {
+    value = widen_at(job.in[piece.tensor], job.dtype, at);
+    if (before) value = value + widen_at(before, job.residual, at) * job.loss_scale;
+  }
+  if (job.scheme.stat != Stat::none && float_bits(p.a) == kMarker) value = 0;
+  uint32_t r16 = 0x8000u;
+  if (B::kRandom && !job.scheme.nearest) {
+    const uint32_t h = random_word(block_key(job.keys[piece.tensor], piece.first_block + block), row / 2 * 32 + lane);
+    r16 = row % 2 ? h >> 16 : h & 0xffffu;
+  }
+  uint32_t code = B::template encode<ScalarLane, true>(value, p, r16);
+  if (before) store_residual(job, piece, at, (value - B::template decode<ScalarLane>(code, p)) * job.unscale);
+  if (at >= piece.count) code = 0;
+  uint32_t word = 0;
+  const int first = static_cast<int>(lane) * 32 / kBits;  // the first code with a bit in this lane's word
 #pragma unroll
-    for (int r = 0; r < 32; ++r)
-      if (r == row) value = x[r];
-    uint32_t r16 = 0x8000u;
-    if (B::kRandom && !job.scheme.nearest) {
-      const uint32_t h = random_word(key, row / 2 * 32 + lane);
-      r16 = row % 2 ? h >> 16 : h & 0xffffu;
-    }
-    const UnitParams p = rows[row];
-    uint32_t code = B::template encode<ScalarLane, true>(value, p, r16);
-    if constexpr (kFeedback) {
-      const float r = (value - B::template decode<ScalarLane>(code, p)) * job.unscale;
-#pragma unroll
-      for (int k = 0; k < 32; ++k)
-        if (k == row) x[k] = r;
-    }
-    if (row * kLane + lane >= n) code = 0;
-    uint32_t word = 0;
-    const int first = static_cast<int>(lane) * 32 / kBits;  // the first code with a bit in this lane's word
-    for (int s = 0; s <= 32 / kBits + 1; ++s) {
-      const int from = first + s, shift = from * kBits - static_cast<int>(lane) * 32;
-      const uint32_t c = __shfl_sync(kFull, code, from & 31);
-      if (from < 32 && shift < 32) word |= shift >= 0 ? c << shift : c >> -shift;
-    }
-    const uint64_t at = uint64_t{row} * kBits + lane;
-    if (lane < kBits && at < words) {
-      job.body[tail + at] = word;
-      check.loose += word_part(word, tail + at);
-    }
+  for (int s = 0; s <= (32 + kBits - 1) / kBits; ++s) {
+    const int from = first + s, shift = from * kBits - static_cast<int>(lane) * 32;
+    const uint32_t c = __shfl_sync(kFull, code, from & 31);
+    if (from < 32 && shift < 32) word |= shift >= 0 ? c << shift : c >> -shift;
+  }
+  const uint64_t to = uint64_t{row} * kBits + lane;
+  if (lane < kBits && to < words) {
+    job.body[tail + to] = word;
+    check.loose += word_part(word, tail + to);
   }
 }
 
@@ -245,24 +244,30 @@ __device__ __forceinline__ void write_side(const CudaJob& job, const CudaPiece& 
   }
 }
 
-// Encodes a block whose parameters are `one`, or rows[0..31] in shared memory; x becomes the residual with feedback.
+// Encodes a block whose parameters are `one`, or rows[0..31] in shared memory; x becomes the residual with feedback. Of a
+// partial block only the rows row0, row0 + step, ... are done.
 template <class B, bool kFeedback>
 __device__ __forceinline__ void encode_block(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, float (&x)[32],
-                                             bool is_one, const UnitParams& one, UnitParams* rows, bool marked, Check& check) {
+                                             bool is_one, const UnitParams& one, UnitParams* rows, bool marked, Check& check,
+                                             uint32_t row0 = 0, uint32_t step = 1) {
   const bool tail = piece.count - block * kBlock < kBlock;
   if (is_one && (tail || one.pre != 1.0f)) {  // these paths read row by row
     rows[lane] = one;
     is_one = false;
   }
   __syncwarp();
+  if (tail) {
+    for (uint32_t row = row0; row * kLane < piece.count - block * kBlock; row += step)
+      encode_tail_row<B, kFeedback>(job, piece, block, row, lane, rows[row], check);
+    __syncwarp();
+    return;
+  }
   if (marked) {
 #pragma unroll
     for (int row = 0; row < 32; ++row)
       if (float_bits(is_one ? one.a : rows[row].a) == kMarker) x[row] = 0;
   }
-  if (tail)
-    encode_tail<B, kFeedback>(job, piece, block, lane, x, rows, check);
-  else if (is_one)
+  if (is_one)
     encode_full<B, true, kFeedback>(job, piece, block, lane, x, one, rows, check);
   else
     encode_full<B, false, kFeedback>(job, piece, block, lane, x, one, rows, check);
@@ -276,15 +281,19 @@ __device__ __forceinline__ void encode_block(const CudaJob& job, const CudaPiece
 
 // --- kernels: units up to a block, and whole-tensor units whose parameters are known ------------------------------
 
-template <class B, bool kFeedback>
-__global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ CudaJob job) {
+// The general way: any block, any unit up to a block. kTails: only the partial blocks, one a piece. `self` of `all` thread blocks.
+template <class B, bool kFeedback, bool kTails>
+__device__ void encode_any(const CudaJob& job, uint32_t self, uint32_t all, Check& check) {
   __shared__ UnitParams shared_rows[8][32];
   const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   UnitParams* rows = shared_rows[warp];
-  Check check;
-  for (uint64_t i = blockIdx.x * 8ull + warp; i < job.items; i += gridDim.x * 8ull) {
-    const Item item = item_of(job, i);
+  // The eight warps share the rows of a tail: all look at the whole of it, the first writes the side values.
+  const uint64_t start = kTails ? self : self * 8ull + warp, stride = kTails ? all : all * 8ull;
+  const bool writer = lane == 0 && (!kTails || warp == 0);
+  for (uint64_t i = start; i < (kTails ? job.piece_count : job.items); i += stride) {
+    const Item item = kTails ? tail_of(job, i) : item_of(job, i);
     const CudaPiece& piece = item.piece;
+    if (kTails && item.number * kBlock == piece.count) continue;
     const uint64_t block = item.number, n = min_u64(kBlock, piece.count - block * kBlock);
     float x[32];
     load_block<kFeedback>(job, piece, block, lane, x);
@@ -300,29 +309,58 @@ __global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ Cud
       Sums sums;
       if (job.scheme.stat != Stat::absmax && top < kInfBits) sums = warp_sums(job.scheme.stat, x, 0, 32, grid_for(top));
       make_side(job.scheme, top, sums, n, side);
-      if (lane == 0) write_side(job, piece, block, side, check);
+      if (writer) write_side(job, piece, block, side, check);
       one = make_params(job.scheme, side);
       marked = side[0] == kMarker;
     } else if (job.scheme.stat != Stat::none) {
+      // Several units: their statistics end up in the lanes of their last rows, which then work side by side.
       is_one = false;
-      const int unit_rows = job.scheme.unit / kLane;
-#pragma unroll 1
-      for (int row0 = 0; row0 * kLane < n; row0 += unit_rows) {
-        uint32_t top = 0;
+      const uint32_t unit_rows = job.scheme.unit / kLane, last = lane | (unit_rows - 1);
+      uint32_t top = 0, running = 0;
 #pragma unroll
-        for (int row = 0; row < 32; ++row)
-          if (row >= row0 && row < row0 + unit_rows) top = max(top, float_bits(x[row]) & 0x7fffffffu);
-        top = __reduce_max_sync(kFull, top);
-        Sums sums;
-        if (job.scheme.stat != Stat::absmax && top < kInfBits) sums = warp_sums(job.scheme.stat, x, row0, row0 + unit_rows, grid_for(top));
-        make_side(job.scheme, top, sums, min_u64(job.scheme.unit, n - row0 * kLane), side);
-        if (lane == 0) write_side(job, piece, (block * kBlock + row0 * kLane) / job.scheme.unit, side, check);
-        marked |= side[0] == kMarker;
-        if (lane < unit_rows) rows[row0 + lane] = make_params(job.scheme, side);
+      for (int row = 0; row < 32; ++row) {
+        running = max(running, float_bits(x[row]) & 0x7fffffffu);
+        if (((row + 1) & (unit_rows - 1)) == 0) {
+          const uint32_t all = __reduce_max_sync(kFull, running);
+          if (lane == row) top = all;
+          running = 0;
+        }
       }
+      Sums sums;
+      if (job.scheme.stat == Stat::l2) {
+        uint32_t squares = 0;
+#pragma unroll
+        for (int row = 0; row < 32; ++row) {
+          const Grid grid = grid_for(__shfl_sync(kFull, top, row | (unit_rows - 1)));
+          const float t = x[row] * grid.pre * grid.grid;
+          squares += float_bits(x[row]) << 1 < kInfBits << 1 ? static_cast<uint32_t>(__float2int_rn(t * t * kSquareScale)) : 0;
+          if (((row + 1) & (unit_rows - 1)) == 0) {
+            const uint32_t all = __reduce_add_sync(kFull, squares);
+            if (lane == row) sums.second = all;
+            squares = 0;
+          }
+        }
+      }
+      const uint32_t first_row = lane & ~(unit_rows - 1);
+      const bool here = lane == last && first_row * kLane < n;
+      uint32_t bad = 0;
+      if (here) {
+        make_side(job.scheme, top, sums, min_u64(job.scheme.unit, n - first_row * kLane), side);
+        if (!kTails || warp == 0) write_side(job, piece, (block * kBlock + first_row * kLane) / job.scheme.unit, side, check);
+        const UnitParams p = make_params(job.scheme, side);
+        for (uint32_t row = first_row; row <= lane; ++row) rows[row] = p;
+        bad = side[0] == kMarker;
+      }
+      marked = __any_sync(kFull, bad);
     }
-    encode_block<B, kFeedback>(job, piece, block, lane, x, is_one, one, rows, marked, check);
+    encode_block<B, kFeedback>(job, piece, block, lane, x, is_one, one, rows, marked, check, kTails ? warp : 0, kTails ? 8 : 1);
   }
+}
+
+template <class B, bool kFeedback, bool kTails>
+__global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ CudaJob job) {
+  Check check;
+  encode_any<B, kFeedback, kTails>(job, blockIdx.x, gridDim.x, check);
   check.flush(job.check);
 }
 
@@ -423,15 +461,17 @@ __global__ void whole_sides(const __grid_constant__ CudaJob job) {
 
 // --- decoding ------------------------------------------------------------------------------------------------------
 
-template <class B>
-__global__ void __launch_bounds__(256) decode_blocks(const __grid_constant__ CudaJob job) {
+template <class B, bool kTails>
+__device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, Check& check) {
   constexpr int kBits = B::kCodeBits;
   const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const Scheme& scheme = job.scheme;
-  Check check;
   uint32_t problem = 0;
-  for (uint64_t i = blockIdx.x * 8ull + warp; i < block_count(job); i += gridDim.x * 8ull) {
-    const Item item = block_of(job, i);
+  const uint64_t start = kTails ? self : self * 8ull + warp, stride = kTails ? all : all * 8ull;
+  const uint32_t row_first = kTails ? warp : 0, row_step = kTails ? 8 : 1;  // the eight warps share the rows of a tail
+  const bool first_warp = !kTails || warp == 0;
+  for (uint64_t i = start; i < (kTails ? job.piece_count : block_count(job)); i += stride) {
+    const Item item = kTails ? tail_of(job, i) : block_of(job, i);
     const CudaPiece& piece = item.piece;
     if (item.number * kBlock >= piece.count) continue;
     const uint64_t block = item.number, n = min_u64(kBlock, piece.count - block * kBlock);
@@ -447,7 +487,7 @@ __global__ void __launch_bounds__(256) decode_blocks(const __grid_constant__ Cud
       const uint64_t u = begin / unit;
       uint32_t side[2] = {0, 0};
       for (uint32_t w = 0; w < scheme.side; ++w) side[w] = region[side_at + u * scheme.side + w];
-      if (begin == u * unit) {
+      if (begin == u * unit && first_warp) {
         if (!side_is_valid(scheme, side)) problem |= kBadSide;
         for (uint32_t w = 0; w < scheme.side; ++w) {
           const uint64_t at = piece.region + side_at + u * scheme.side + w;
@@ -494,14 +534,14 @@ __global__ void __launch_bounds__(256) decode_blocks(const __grid_constant__ Cud
       }
     } else {
       const uint64_t tail = full_words(scheme, piece.count), words = tail_words(scheme, piece.count);
-      for (uint64_t j = lane; j < words; j += 32) {
+      for (uint64_t j = lane + row_first * 32; j < words; j += row_step * 32) {
         const uint32_t word = region[tail + j];
         check.loose += word_part(word, piece.region + tail + j);
         const uint32_t used = static_cast<uint32_t>(min_u64(32, n * kBits - j * 32));
         if (used < 32 && word >> used) problem |= kBadPadding;
       }
 #pragma unroll 1
-      for (uint32_t row = 0; row * kLane < n; ++row) {
+      for (uint32_t row = row_first; row * kLane < n; row += row_step) {
         if (!is_one) {
           p.a = __shfl_sync(kFull, mine.a, row);
           p.b = __shfl_sync(kFull, mine.b, row);
@@ -517,7 +557,19 @@ __global__ void __launch_bounds__(256) decode_blocks(const __grid_constant__ Cud
     }
     if (B::bad(seen)) problem |= kBadCodes;
   }
+  return problem;
+}
+
+__device__ __forceinline__ void report(const CudaJob& job, uint32_t problem, Check& check) {
   problem = __reduce_or_sync(kFull, problem);
-  if (problem && lane == 0) atomicOr(job.status, problem);
+  if (problem && (threadIdx.x & 31) == 0) atomicOr(job.status, problem);
   check.flush(job.check);
+}
+
+template <class B>
+__global__ void __launch_bounds__(256) decode_blocks(const __grid_constant__ CudaJob job) {
+  Check check;
+  const uint32_t head = job.head.expected ? 1 : 0;  // the first thread block looks at the head
+  const uint32_t problem = blockIdx.x < head ? check_head(job) : decode_any<B, false>(job, blockIdx.x - head, gridDim.x - head, check);
+  report(job, problem, check);
 }

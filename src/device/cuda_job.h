@@ -20,7 +20,7 @@ struct CudaPiece {
   uint64_t region;      // its first word in the body
   uint64_t first_item;  // number of its first item in the group
   uint64_t first_block_slot;  // whole-tensor selection: its first entry in block_counts
-  uint32_t tensor;      // its place in the pointer tables
+  uint32_t tensor;      // its place in the pointer tables: first_pointer + slot
 };
 
 struct CudaSums {
@@ -39,6 +39,20 @@ enum CudaStatus : uint32_t {
   kBadCodes = 1, kBadSide = 2, kBadPadding = 4, kBadIndices = 8, kBadValues = 16, kBadHead = 32, kBadBody = 64, kBadStamp = 128,
 };
 
+// What the head of a message must be.
+struct CudaHead {
+  const std::byte* expected = nullptr;  // device: the head of this plan
+  uint32_t bytes = 0;
+  uint64_t step = 0;
+  uint32_t stage = 0, rank = 0, world = 0;
+  uint64_t head_check = 0;  // encode: of the head with this stamp
+  uint64_t body_words = 0;
+  const uint64_t* gaps = nullptr;  // device: pairs [from, to) of body words between regions
+  uint32_t gap_count = 0;
+  bool has_stamp = false;        // decode: the stamp must be this one
+  uint32_t first_tensor_at = 0;  // byte where the tensor table begins
+};
+
 struct CudaJob {
   Scheme scheme;
   DType dtype = DType::f32, residual = DType::f32;
@@ -46,16 +60,23 @@ struct CudaJob {
   const uint32_t* item_piece = nullptr;  // item -> piece
   uint64_t items = 0;                    // blocks, or chunks of 32 blocks (chunked())
   uint32_t piece_count = 0;
-  const void* const* in = nullptr;  // device tables of device pointers, by tensor
+  uint32_t first_pointer = 0;       // pointer tables are ordered by group, then by slot in the group
+  const void* const* in = nullptr;  // device tables of device pointers
   void* const* out = nullptr;
   const void* const* before = nullptr;
   void* const* after = nullptr;
   bool feedback = false, add = false;
+  bool tails = false;          // the group has pieces that end in a partial block
+  bool aligned = false;        // every tensor of the group is aligned to 16 bytes
+  uint32_t main_blocks = 0;    // thread blocks for full blocks; others come before them, for the head and the tails
+  uint32_t unit_shift = 0;     // units of one block or more: block >> unit_shift is the unit
   float loss_scale = 1, unscale = 1;
-  uint64_t call = 0;
+  const uint64_t* keys = nullptr;  // tensor_key() of every tensor for this call
   uint32_t* body = nullptr;
   unsigned long long* check = nullptr;  // the body's sum, under way
   uint32_t* status = nullptr;
+  CudaHead head;                        // decode, in the first job of a message: to be checked on the way
+  const std::byte* message = nullptr;
   // Whole-tensor units, an entry a piece.
   uint32_t* tops = nullptr;
   CudaSums* sums = nullptr;
@@ -66,31 +87,28 @@ struct CudaJob {
 
 // Items are blocks, or chunks of 32 blocks where units are larger than a block.
 GW_HD inline bool chunked(const Scheme& s) { return s.unit > kBlock; }
+// Units that are whole blocks, or parts of none: the fast kernels take the full blocks of these.
+GW_HD inline bool block_wise(const Scheme& s) { return s.stat == Stat::none || s.unit == 0 || s.unit >= kBlock; }
 // Blocks to visit, seen from the items; the last chunk of a piece may have fewer than 32.
 GW_HD inline uint64_t block_count(const CudaJob& job) { return job.items * (chunked(job.scheme) ? 32 : 1); }
 
-struct CudaHead {
-  const std::byte* expected;  // device: the head of this plan
-  uint32_t bytes;
-  uint64_t step;
-  uint32_t stage, rank, world;
-  uint64_t head_check;  // encode: of the head with this stamp
-  uint64_t body_words;
-  const uint64_t* gaps;  // device: pairs [from, to) of body words between regions
-  uint32_t gap_count;
-  bool has_stamp;        // decode: the stamp must be this one
-  uint32_t first_tensor_at;  // byte where the tensor table begins
+// Starts a call: clears the sums, makes the tensors' keys, and puts `count` addresses into a table on the device.
+struct CudaBegin {
+  unsigned long long* check;
+  uint32_t* status;  // decode; null: left alone
+  uint64_t call;     // encode: call_key()
+  const uint64_t* name_hashes;
+  uint64_t* keys;    // encode; null: none
+  uint32_t tensors;
 };
-
-void cuda_begin(unsigned long long* check, uint32_t* status_or_null, cudaStream_t stream);
-void cuda_pointers(const void* const* host, const void** device, size_t count, cudaStream_t stream);
+void cuda_begin(const CudaBegin& begin, const void* const* host, const void** device, size_t count, cudaStream_t stream);
 void cuda_encode(const CudaJob& job, cudaStream_t stream);
 void cuda_decode(const CudaJob& job, cudaStream_t stream);
 void cuda_finish_encode(const CudaHead& head, std::byte* message, const unsigned long long* check, cudaStream_t stream);
-// Sets status bits for a head or sum that is not right, and adds all bits to the sticky word.
-void cuda_check(const CudaHead& head, const std::byte* message, const unsigned long long* check, uint32_t* status, uint32_t* sticky,
-                cudaStream_t stream);
-void cuda_poison(const CudaJob& job, cudaStream_t stream);  // if any bit stands, fills the group's outputs with NaN
+// Once the jobs of a message are done: adds to the sticky word what went wrong, and if anything did, fills the group's outputs
+// with NaN. `job` may have no items; the first of a message also does the adding.
+void cuda_finish_decode(const CudaJob& job, uint32_t* sticky, bool first, cudaStream_t stream);
+void cuda_check_head(const CudaJob& job, cudaStream_t stream);  // alone, for a message without elements
 
 void cuda_throw(cudaError_t code, const char* what);  // Error{device} unless it is cudaSuccess
 

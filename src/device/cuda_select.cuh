@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Selection of the strongest values on a GPU. Tiles: a thread block of 32 warps holds a tile in registers, narrows the k-th
-// strongest magnitude down bit by bit, first over all values, then over the few that are left, and writes what is
-// kept in the order of the indices. Whole tensors: three counting passes over memory find the magnitude, a
-// scan over blocks finds everybody's place.
+// Selection of the strongest values on a GPU. Tiles: a thread block of 32 warps holds a tile in registers; a sample guesses a
+// magnitude that a little more than k values reach, those few go to shared memory in the order of their indices, and the
+// k-th strongest is narrowed down among them bit by bit. Where the guess fails or values tie at the threshold, the same
+// search runs over all values. Whole tensors: three counting passes over memory find the magnitude, a scan over
+// blocks finds everybody's place.
 //
 // Checksums are linear in the words, so the two 16-bit indices of a word are added by whoever writes them.
 //
@@ -58,29 +59,51 @@ __device__ __forceinline__ void emit_block(const CudaJob& job, const Kept& u, ui
 
 template <bool kFeedback>
 __device__ __forceinline__ void finish_block(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, float (&x)[32], bool marked) {
-  if (!kFeedback || job.before[piece.tensor] == nullptr) return;
+  if constexpr (kFeedback) {
+    if (job.before[piece.tensor] == nullptr) return;
 #pragma unroll
-  for (int row = 0; row < 32; ++row)
-    store_residual(job, piece, block * kBlock + row * kLane + lane, marked ? bits_float(kMarker) : x[row] * job.unscale);
+    for (int row = 0; row < 32; ++row)
+      store_residual(job, piece, block * kBlock + row * kLane + lane, marked ? bits_float(kMarker) : x[row] * job.unscale);
+  }
 }
 
-// A sum over the thread block; every thread gets it. Two barriers.
-__device__ __forceinline__ uint32_t block_sum(uint32_t value, uint32_t* shared) {
-  const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  value = __reduce_add_sync(kFull, value);
-  if (lane == 0) shared[warp] = value;
-  __syncthreads();
-  const uint32_t total = __reduce_add_sync(kFull, shared[lane]);
-  __syncthreads();
-  return total;
-}
+// A sum over the thread block; every thread gets it. One barrier: the two halves of `shared` take turns.
+struct BlockSum {
+  uint32_t* shared;  // [64]
+  uint32_t turn = 0;
+  __device__ __forceinline__ uint32_t operator()(uint32_t value) {
+    const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    uint32_t* half = shared + turn;
+    turn ^= 32;
+    value = __reduce_add_sync(kFull, value);
+    if (lane == 0) half[warp] = value;
+    __syncthreads();
+    return __reduce_add_sync(kFull, half[lane]);
+  }
+};
 
 constexpr uint32_t kCandidates = 4096;
 
+// The largest threshold that at least k values reach, over the whole tile.
+__device__ __forceinline__ uint32_t search_all(const float (&x)[32], uint32_t top, uint32_t k, BlockSum& sum) {
+  uint32_t threshold = 0;
+  for (int bit = 30; bit >= 0; --bit) {
+    const uint32_t trial = threshold | 1u << bit;
+    if (trial > top) continue;
+    uint32_t count = 0;
+#pragma unroll
+    for (int row = 0; row < 32; ++row) count += (float_bits(x[row]) & 0x7fffffffu) >= trial;
+    if (sum(count) >= k) threshold = trial;
+  }
+  return threshold;
+}
+
 template <bool kFeedback>
 __global__ void __launch_bounds__(1024) select_tiles(const __grid_constant__ CudaJob job) {
-  __shared__ uint32_t shared[32], above_of[32], equal_of[32], candidates[kCandidates], candidate_count;
-  const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  __shared__ uint32_t sums[64], counts[32], equals_of[32], candidates[kCandidates];
+  __shared__ uint16_t places[kCandidates];
+  const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5, before = (1u << lane) - 1;
+  BlockSum sum{sums};
   Check check;
   for (uint64_t i = blockIdx.x; i < job.items; i += gridDim.x) {
     const Item item = item_of(job, i);
@@ -88,94 +111,130 @@ __global__ void __launch_bounds__(1024) select_tiles(const __grid_constant__ Cud
     const uint64_t tile = item.number, block = tile * 32 + warp, elements = min_u64(kTile, piece.count - tile * kTile);
     const uint64_t n = block * kBlock < piece.count ? min_u64(kBlock, piece.count - block * kBlock) : 0;
     const Kept u = kept_of(job, piece, tile, elements);
+    const uint32_t k = static_cast<uint32_t>(u.k);
     float x[32] = {};
     if (n) load_block<kFeedback>(job, piece, block, lane, x);
+    if ((block + 32ull * gridDim.x + 1) * kBlock <= piece.count) {  // the next tile, into the cache
+      const uint64_t next = (block + 32ull * gridDim.x) * kBlock + lane * 32;
+      prefetch(static_cast<const char*>(job.in[piece.tensor]) + next * (job.dtype == DType::f32 ? 4 : 2));
+    }
     const uint32_t top_here = rows_max<32>(x);
-    if (lane == 0) shared[warp] = top_here;
-    if (threadIdx.x == 0) candidate_count = 0;
+    if (lane == 0) counts[warp] = top_here;
     __syncthreads();
-    const uint32_t top = __reduce_max_sync(kFull, shared[lane]);
-    __syncthreads();
+    const uint32_t top = __reduce_max_sync(kFull, counts[lane]);
     if (top >= kInfBits) {
       for (uint64_t j = threadIdx.x; j < u.k; j += 1024) write_kept(job, u, j, j == 0 ? kMarker : 0, static_cast<uint32_t>(j), check);
       if (n) finish_block<kFeedback>(job, piece, block, lane, x, true);
+      __syncthreads();
       continue;
     }
-    // The largest threshold that at least k values reach. `reach` counts the values at or above it.
-    const uint32_t k = static_cast<uint32_t>(u.k);
-    uint32_t threshold = 0, reach = static_cast<uint32_t>(elements);
-    int bit = 30;
-    for (; bit >= 0 && reach > kCandidates; --bit) {
-      const uint32_t trial = threshold | 1u << bit;
-      if (trial > top) continue;
-      uint32_t count = 0;
+
+    uint32_t threshold = 0, reach = 0;
+    bool few = false;
+    if (elements == kTile && k < kTile / 16) {
+      // One value in 32 is looked at; 8 more than expected, and a quarter, make a miss rare.
+      const uint32_t mine = float_bits(x[0]) & 0x7fffffffu, rank = k / 32 + k / 128 + 8;
+      uint32_t guess = 0;
+      for (int bit = 30; bit >= 14; --bit) {
+        const uint32_t trial = guess | 1u << bit;
+        if (trial > top) continue;
+        if (__syncthreads_count(mine >= trial) >= rank) guess = trial;
+      }
+      uint32_t here = 0;
 #pragma unroll
-      for (int row = 0; row < 32; ++row) count += (float_bits(x[row]) & 0x7fffffffu) >= trial;
-      count = block_sum(count, shared);
-      if (count >= k) {
-        threshold = trial;
-        reach = count;
+      for (int row = 0; row < 32; ++row) here += (float_bits(x[row]) & 0x7fffffffu) >= guess;
+      here = __reduce_add_sync(kFull, here);
+      if (lane == 0) equals_of[warp] = here;
+      __syncthreads();
+      reach = __reduce_add_sync(kFull, equals_of[lane]);
+      few = guess > 0 && reach >= k && reach <= kCandidates;
+      if (few) {
+        uint32_t at = __reduce_add_sync(kFull, lane < warp ? equals_of[lane] : 0);
+#pragma unroll
+        for (int row = 0; row < 32; ++row) {
+          const uint32_t bits = float_bits(x[row]);
+          const bool in = (bits & 0x7fffffffu) >= guess;
+          const uint32_t votes = __ballot_sync(kFull, in);
+          if (in) {
+            candidates[at + __popc(votes & before)] = bits;
+            places[at + __popc(votes & before)] = static_cast<uint16_t>(warp * kBlock + row * 32 + lane);
+          }
+          at += __popc(votes);
+        }
+        __syncthreads();
+        uint32_t mag[kCandidates / 1024];
+#pragma unroll
+        for (int c = 0; c < kCandidates / 1024; ++c)
+          mag[c] = c * 1024 + threadIdx.x < reach ? candidates[c * 1024 + threadIdx.x] & 0x7fffffffu : 0;
+        uint32_t total = reach;
+        for (int bit = 30; bit >= 0; --bit) {
+          const uint32_t trial = threshold | 1u << bit;
+          if (trial > top) continue;
+          uint32_t count;
+          if (trial <= guess) {
+            count = reach;
+          } else if (reach <= 1024) {
+            count = __syncthreads_count(mag[0] >= trial);
+          } else {
+            count = 0;
+#pragma unroll
+            for (int c = 0; c < kCandidates / 1024; ++c) count += mag[c] >= trial;
+            count = sum(count);
+          }
+          if (count >= k) {
+            threshold = trial;
+            total = count;
+          }
+        }
+        few = total == k;  // else values tie at the threshold
+        if (few) {
+          uint32_t base = 0;
+          for (uint32_t c = 0; c * 1024 < reach; ++c) {
+            const uint32_t j = c * 1024 + threadIdx.x;
+            const uint32_t bits = j < reach ? candidates[j] : 0;
+            const bool keep = j < reach && (bits & 0x7fffffffu) >= threshold;
+            const uint32_t votes = __ballot_sync(kFull, keep);
+            if (lane == 0) counts[warp] = __popc(votes);
+            __syncthreads();
+            const uint32_t first = base + __reduce_add_sync(kFull, lane < warp ? counts[lane] : 0);
+            base += __reduce_add_sync(kFull, counts[lane]);
+            if (keep) write_kept(job, u, first + __popc(votes & before), bits, places[j], check);
+            __syncthreads();
+          }
+          if (kFeedback) {
+#pragma unroll
+            for (int row = 0; row < 32; ++row)
+              if ((float_bits(x[row]) & 0x7fffffffu) >= threshold) x[row] = 0;
+          }
+        }
       }
     }
-    if (bit >= 0 && threshold > 0) {  // few are left (zeros beyond the tile's end are not among them): put them in shared memory
+    if (!few) {
+      threshold = search_all(x, top, k, sum);
+      // Everybody's place: how many are kept in the blocks before, all above the threshold and the first equals.
+      uint32_t above = 0, equal = 0;
 #pragma unroll
       for (int row = 0; row < 32; ++row) {
         const uint32_t magnitude = float_bits(x[row]) & 0x7fffffffu;
-        const uint32_t votes = __ballot_sync(kFull, magnitude >= threshold);
-        if (votes == 0) continue;
-        uint32_t at = 0;
-        if (lane == 0) at = atomicAdd(&candidate_count, __popc(votes));
-        at = __shfl_sync(kFull, at, 0) + __popc(votes & ((1u << lane) - 1));
-        if (magnitude >= threshold) candidates[at] = magnitude;
+        above += magnitude > threshold;
+        equal += row * kLane + lane < n && magnitude == threshold;
+      }
+      above = __reduce_add_sync(kFull, above);
+      equal = __reduce_add_sync(kFull, equal);
+      __syncthreads();
+      if (lane == 0) {
+        counts[warp] = above;
+        equals_of[warp] = equal;
       }
       __syncthreads();
-      uint32_t mine[kCandidates / 1024];
-#pragma unroll
-      for (int c = 0; c < kCandidates / 1024; ++c) mine[c] = c * 1024 + threadIdx.x < reach ? candidates[c * 1024 + threadIdx.x] : 0;
-      for (; bit >= 0; --bit) {
-        const uint32_t trial = threshold | 1u << bit;
-        if (trial > top) continue;
-        uint32_t count = 0;
-#pragma unroll
-        for (int c = 0; c < kCandidates / 1024; ++c) count += mine[c] >= trial;
-        count = block_sum(count, shared);
-        if (count >= k) threshold = trial;
-      }
-    } else {
-      for (; bit >= 0; --bit) {
-        const uint32_t trial = threshold | 1u << bit;
-        if (trial > top) continue;
-        uint32_t count = 0;
-#pragma unroll
-        for (int row = 0; row < 32; ++row) count += (float_bits(x[row]) & 0x7fffffffu) >= trial;
-        count = block_sum(count, shared);
-        if (count >= k) threshold = trial;
-      }
+      const uint32_t all_above = __reduce_add_sync(kFull, counts[lane]);
+      const uint32_t above_before = __reduce_add_sync(kFull, lane < warp ? counts[lane] : 0);
+      const uint32_t equal_before = __reduce_add_sync(kFull, lane < warp ? equals_of[lane] : 0);
+      const uint32_t wanted = k - all_above;  // equals that are kept
+      const uint32_t equals = equal_before < wanted ? wanted - equal_before : 0;
+      if (n) emit_block(job, u, warp * kBlock, lane, x, n, threshold, above_before + min(equal_before, wanted), equals, check);
     }
-    // Everybody's place: how many are kept in the blocks before, all above the threshold and the first equals.
-    uint32_t above = 0, equal = 0;
-#pragma unroll
-    for (int row = 0; row < 32; ++row) {
-      const uint32_t magnitude = float_bits(x[row]) & 0x7fffffffu;
-      above += magnitude > threshold;
-      equal += row * kLane + lane < n && magnitude == threshold;
-    }
-    above = __reduce_add_sync(kFull, above);
-    equal = __reduce_add_sync(kFull, equal);
-    if (lane == 0) {
-      above_of[warp] = above;
-      equal_of[warp] = equal;
-    }
-    __syncthreads();
-    const uint32_t all_above = __reduce_add_sync(kFull, above_of[lane]);
-    const uint32_t above_before = __reduce_add_sync(kFull, lane < warp ? above_of[lane] : 0);
-    const uint32_t equal_before = __reduce_add_sync(kFull, lane < warp ? equal_of[lane] : 0);
-    const uint32_t wanted = k - all_above;  // equals that are kept
-    const uint32_t equals = equal_before < wanted ? wanted - equal_before : 0;
-    if (n) {
-      emit_block(job, u, warp * kBlock, lane, x, n, threshold, above_before + min(equal_before, wanted), equals, check);
-      finish_block<kFeedback>(job, piece, block, lane, x, false);
-    }
+    if (n) finish_block<kFeedback>(job, piece, block, lane, x, false);
     __syncthreads();
   }
   check.flush(job.check);

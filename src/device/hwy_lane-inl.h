@@ -14,7 +14,6 @@ struct VectorLane {
 
   static HWY_INLINE F set(float x) { return hn::Set(DF(), x); }
   static HWY_INLINE U set_u(uint32_t x) { return hn::Set(DU(), x); }
-  static HWY_INLINE I set_i(int32_t x) { return hn::Set(DI(), x); }
   static HWY_INLINE U iota(uint32_t from) { return hn::Iota(DU(), from); }
 
   static HWY_INLINE F add(F a, F b) { return hn::Add(a, b); }
@@ -34,7 +33,6 @@ struct VectorLane {
     return hn::NearestInt(x);
 #endif
   }
-  static HWY_INLINE F to_f(I x) { return hn::ConvertTo(DF(), x); }
 
   static HWY_INLINE U bits(F x) { return hn::BitCast(DU(), x); }
   static HWY_INLINE F from_bits(U x) { return hn::BitCast(DF(), x); }
@@ -43,7 +41,6 @@ struct VectorLane {
 
   static HWY_INLINE U add_u(U a, U b) { return hn::Add(a, b); }
   static HWY_INLINE U sub_u(U a, U b) { return hn::Sub(a, b); }
-  static HWY_INLINE I sub_i(I a, I b) { return hn::Sub(a, b); }
   static HWY_INLINE U mul_u(U a, U b) { return hn::Mul(a, b); }
   static HWY_INLINE U and_u(U a, U b) { return hn::And(a, b); }
   static HWY_INLINE U or_u(U a, U b) { return hn::Or(a, b); }

@@ -23,7 +23,6 @@ struct ScalarLane {
 
   GW_HD static F set(float x) { return x; }
   GW_HD static U set_u(uint32_t x) { return x; }
-  GW_HD static I set_i(int32_t x) { return x; }
   GW_HD static U iota(uint32_t from) { return from; }
 
   GW_HD static F add(F a, F b) { return a + b; }
@@ -40,7 +39,6 @@ struct ScalarLane {
     return static_cast<I>(std::nearbyint(x));
 #endif
   }
-  GW_HD static F to_f(I x) { return static_cast<float>(x); }
 
   GW_HD static U bits(F x) { return float_bits(x); }
   GW_HD static F from_bits(U x) { return bits_float(x); }
@@ -49,7 +47,6 @@ struct ScalarLane {
 
   GW_HD static U add_u(U a, U b) { return a + b; }
   GW_HD static U sub_u(U a, U b) { return a - b; }
-  GW_HD static I sub_i(I a, I b) { return a - b; }
   GW_HD static U mul_u(U a, U b) { return a * b; }
   GW_HD static U and_u(U a, U b) { return a & b; }
   GW_HD static U or_u(U a, U b) { return a | b; }

@@ -85,16 +85,26 @@ bool MpiCore::turn() {
 }
 
 bool MpiCore::take_orders() {
-  std::deque<std::shared_ptr<MpiOperation>> orders;
-  bool condemned = false, closing = false;
-  {
-    std::unique_lock lock(mutex_);
-    orders.swap(orders_);
-    condemned = verdict_.has_value();
-    closing = closing_;
+  bool any = false, closing = false;
+  for (;;) {
+    std::shared_ptr<MpiOperation> order;
+    bool condemned = false;
+    {
+      // One at a time: if MPI fails in between, no operation is forgotten.
+      std::unique_lock lock(mutex_);
+      condemned = verdict_.has_value();
+      closing = closing_;
+      if (!orders_.empty()) {
+        order = std::move(orders_.front());
+        orders_.pop_front();
+      }
+    }
+    if (order) operations_[order->sequence] = order;
+    if (condemned && !stopped_) stop();
+    if (!order) break;
+    admit(order);
+    any = true;
   }
-  if (condemned && !stopped_) stop();
-  for (const auto& order : orders) admit(order);
   if (closing && !leaving_) {
     leaving_ = Clock::now();
     for (int p = 0; p < world_; ++p) {
@@ -102,12 +112,11 @@ bool MpiCore::take_orders() {
       peers_[p].told_last = true;
     }
   }
-  return !orders.empty();
+  return any;
 }
 
 void MpiCore::admit(const std::shared_ptr<MpiOperation>& operation) {
   ++admitted_;
-  operations_[operation->sequence] = operation;
   if (stopped_) return;
   for (int p = 0; p < world_; ++p) {
     const Peer& peer = peers_[p];

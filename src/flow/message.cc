@@ -224,7 +224,7 @@ static bool same_but_stamp(std::span<const std::byte> message, std::span<const s
 
 void check_head(std::span<const std::byte> message, const Layout& layout, std::span<const std::byte> head,
                 const Stamp* expected) {
-  if (!same_but_stamp(message, head)) check_tensors(read_head(message, {layout.elements, static_cast<uint32_t>(layout.tensors.size())}), layout);
+  if (!same_but_stamp(message, head)) check_tensors(read_head(message), layout);
   const Stamp stamp = read_stamp(message);
   if (stamp.world == 0 || stamp.rank >= stamp.world) refuse("rank", fmt::format("is {} in a world of {}", stamp.rank, stamp.world));
   if (!expected) return;

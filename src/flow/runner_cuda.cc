@@ -51,11 +51,13 @@ class Arena {
 
 struct Group {
   Scheme scheme;
-  DType dtype;
+  DType dtype = DType::f32;
   std::vector<CudaPiece> pieces;
   std::vector<uint32_t> item_piece;
   uint64_t items = 0, blocks = 0;
-  size_t pieces_at, items_at, tops_at, sums_at, params_at, select_at, counts_at;
+  bool tails = false;
+  uint32_t first_pointer = 0;
+  size_t pieces_at = 0, items_at = 0, tops_at = 0, sums_at = 0, params_at = 0, select_at = 0, counts_at = 0;
 };
 
 class CudaRunner final : public Runner {
@@ -74,6 +76,10 @@ class CudaRunner final : public Runner {
     const size_t tensors = layout_.tensors.size();
     const size_t head_at = arena_.reserve<std::byte>(head_.size()), gaps_at = arena_.reserve<uint64_t>(gaps.size());
     const size_t pointers_at = arena_.reserve<void*>(3 * tensors), words_at = arena_.reserve<uint64_t>(4);
+    const size_t hashes_at = arena_.reserve<uint64_t>(tensors), keys_at = arena_.reserve<uint64_t>(tensors);
+    std::vector<uint64_t> hashes;
+    hashes.resize(tensors);
+    for (size_t i = 0; i < tensors; ++i) hashes[place_of_[i]] = layout_.regions[i].name_hash;
     for (Group& g : groups_) {
       const bool whole = g.scheme.unit == 0, select = g.scheme.body == Body::select;
       g.pieces_at = arena_.reserve<CudaPiece>(g.pieces.size());
@@ -87,6 +93,7 @@ class CudaRunner final : public Runner {
     arena_.allocate();
     arena_.fill(head_at, head_);
     arena_.fill(gaps_at, gaps);
+    arena_.fill(hashes_at, hashes);
     for (Group& g : groups_) {
       arena_.fill(g.pieces_at, g.pieces);
       arena_.fill(g.items_at, g.item_piece);
@@ -96,6 +103,8 @@ class CudaRunner final : public Runner {
     device_gaps_ = arena_.at<uint64_t>(gaps_at);
     pointers_ = arena_.at<const void*>(pointers_at);
     check_ = arena_.at<unsigned long long>(words_at);
+    hashes_ = arena_.at<uint64_t>(hashes_at);
+    keys_ = arena_.at<uint64_t>(keys_at);
     status_ = reinterpret_cast<uint32_t*>(check_ + 1);
     sticky_ = status_ + 1;
     host_pointers_.resize(3 * tensors);
@@ -114,16 +123,17 @@ class CudaRunner final : public Runner {
     use();
     const size_t n = tensors.size();
     for (size_t i = 0; i < n; ++i) {
-      host_pointers_[i] = tensors[i];
-      host_pointers_[n + i] = residuals ? residuals->before[i] : nullptr;
-      host_pointers_[2 * n + i] = residuals ? residuals->after[i] : nullptr;
+      const size_t at = place_of_[i];
+      host_pointers_[at] = tensors[i];
+      host_pointers_[n + at] = residuals ? residuals->before[i] : nullptr;
+      host_pointers_[2 * n + at] = residuals ? residuals->after[i] : nullptr;
     }
-    cuda_begin(check_, nullptr, stream_);
-    cuda_pointers(host_pointers_.data(), pointers_, residuals ? 3 * n : n, stream_);
-    const uint64_t call = call_key(stamp.seed, stamp.step, stamp.stage, stamp.rank);
+    const CudaBegin begin{check_, nullptr, call_key(stamp.seed, stamp.step, stamp.stage, stamp.rank), hashes_, keys_, static_cast<uint32_t>(n)};
+    cuda_begin(begin, host_pointers_.data(), pointers_, residuals ? 3 * n : n, stream_);
     for (const Group& g : groups_) {
       CudaJob job = job_of(g, message.data());
       job.in = pointers_;
+      job.aligned = aligned(g);
       job.before = pointers_ + n;
       job.after = writable(pointers_ + 2 * n);
       job.feedback = residuals != nullptr;
@@ -132,7 +142,7 @@ class CudaRunner final : public Runner {
         job.loss_scale = residuals->loss_scale;
         job.unscale = 1.0f / residuals->loss_scale;
       }
-      job.call = call;
+      job.keys = keys_;
       cuda_encode(job, stream_);
     }
     set_stamp(head_, stamp);
@@ -145,21 +155,33 @@ class CudaRunner final : public Runner {
     check_arguments(layout_, tensors.size(), message, 16);
     check_write(layout_, write);
     use();
-    std::copy(tensors.begin(), tensors.end(), host_pointers_.begin());
-    cuda_begin(check_, status_, stream_);
-    cuda_pointers(host_pointers_.data(), pointers_, tensors.size(), stream_);
+    for (size_t i = 0; i < tensors.size(); ++i) host_pointers_[place_of_[i]] = tensors[i];
+    cuda_begin({check_, status_, 0, nullptr, nullptr, 0}, host_pointers_.data(), pointers_, tensors.size(), stream_);
+    CudaHead head = device_head(expected ? *expected : Stamp{});
+    head.has_stamp = expected != nullptr;
     std::vector<CudaJob>& jobs = jobs_;
     jobs.clear();
     for (const Group& g : groups_) {
       jobs.push_back(job_of(g, const_cast<std::byte*>(message.data())));
-      jobs.back().out = writable(pointers_);
-      jobs.back().add = write == Write::add;
-      cuda_decode(jobs.back(), stream_);
+      CudaJob& job = jobs.back();
+      job.out = writable(pointers_);
+      job.add = write == Write::add;
+      job.aligned = aligned(g);
+      job.head = head;
+      job.message = message.data();
+      CudaJob run = job;
+      if (jobs.size() > 1) run.head.expected = nullptr;  // once is enough
+      cuda_decode(run, stream_);
     }
-    CudaHead head = device_head(expected ? *expected : Stamp{});
-    head.has_stamp = expected != nullptr;
-    cuda_check(head, message.data(), check_, status_, sticky_, stream_);
-    for (const CudaJob& job : jobs) cuda_poison(job, stream_);
+    if (jobs.empty()) {  // no elements: a job without items carries the head
+      jobs.emplace_back();
+      jobs.back().head = head;
+      jobs.back().message = message.data();
+      jobs.back().check = check_;
+      jobs.back().status = status_;
+      cuda_check_head(jobs.back(), stream_);
+    }
+    for (size_t i = 0; i < jobs.size(); ++i) cuda_finish_decode(jobs[i], sticky_, i == 0, stream_);
   }
 
   void wait() override {
@@ -185,24 +207,47 @@ class CudaRunner final : public Runner {
   }
 
  private:
+  // Of the tensors of this call.
+  bool aligned(const Group& g) const {
+    bool all = true;
+    for (const CudaPiece& piece : g.pieces) all &= reinterpret_cast<uintptr_t>(host_pointers_[piece.tensor]) % 16 == 0;
+    return all;
+  }
   static void* const* writable(const void** table) { return const_cast<void* const*>(table); }
   void use() const { cuda_throw(cudaSetDevice(index_), "cudaSetDevice"); }
 
   void make_groups() {
     std::map<std::pair<uint32_t, DType>, size_t> found;
+    place_of_.assign(layout_.tensors.size(), 0);
     for (uint32_t i = 0; i < layout_.tensors.size(); ++i) {
       const TensorSpec& t = layout_.tensors[i];
       const Region& region = layout_.regions[i];
       if (t.count == 0) continue;
       const auto [it, fresh] = found.try_emplace({region.spec, t.dtype}, groups_.size());
-      if (fresh) groups_.push_back({region.scheme, t.dtype, {}, {}, 0, 0, 0, 0, 0, 0, 0, 0, 0});
+      if (fresh) {
+        groups_.emplace_back();
+        groups_.back().scheme = region.scheme;
+        groups_.back().dtype = t.dtype;
+      }
       Group& g = groups_[it->second];
       const uint64_t blocks = div_up(t.count, kBlock), items = chunked(region.scheme) ? div_up(t.count, kTile) : blocks;
       g.item_piece.insert(g.item_piece.end(), items, static_cast<uint32_t>(g.pieces.size()));
-      g.pieces.push_back({t.count, t.first / kBlock, region.name_hash, region.begin, g.items, g.blocks, i});
+      g.pieces.push_back({t.count, t.first / kBlock, region.name_hash, region.begin, g.items, g.blocks, i});  // tensor: see below
       g.items += items;
       g.blocks += blocks;
+      g.tails |= t.count % kBlock != 0;
     }
+    // Pointer tables go by group, so that a kernel finds an address without looking at the piece first.
+    uint32_t next = 0;
+    for (Group& g : groups_) {
+      g.first_pointer = next;
+      for (CudaPiece& piece : g.pieces) {
+        place_of_[piece.tensor] = next;
+        piece.tensor = next++;
+      }
+    }
+    for (uint32_t i = 0; i < layout_.tensors.size(); ++i)
+      if (layout_.tensors[i].count == 0) place_of_[i] = next++;
   }
 
   CudaJob job_of(const Group& g, std::byte* message) const {
@@ -213,6 +258,9 @@ class CudaRunner final : public Runner {
     job.item_piece = arena_.at<uint32_t>(g.items_at);
     job.items = g.items;
     job.piece_count = static_cast<uint32_t>(g.pieces.size());
+    job.tails = g.tails;
+    job.first_pointer = g.first_pointer;
+    while (g.scheme.unit > (kBlock << job.unit_shift)) ++job.unit_shift;
     job.body = reinterpret_cast<uint32_t*>(message + layout_.head_bytes);
     job.check = check_;
     job.status = status_;
@@ -237,10 +285,13 @@ class CudaRunner final : public Runner {
   cudaStream_t stream_;
   std::vector<std::byte> head_;
   std::vector<Group> groups_;
+  std::vector<uint32_t> place_of_;  // tensor -> its place in the pointer tables
   Arena arena_;
   const std::byte* device_head_ = nullptr;
   const uint64_t* device_gaps_ = nullptr;
   uint32_t gap_count_ = 0;
+  const uint64_t* hashes_ = nullptr;
+  uint64_t* keys_ = nullptr;
   const void** pointers_ = nullptr;
   unsigned long long* check_ = nullptr;
   uint32_t *status_ = nullptr, *sticky_ = nullptr, *host_status_ = nullptr;

@@ -1,0 +1,333 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels that nearly all bytes go through: full blocks whose parameters are the same for the whole block. They do what
+// cuda_driver.cuh does in general, with as little as possible besides: a warp keeps its tensor's addresses in registers from
+// block to block, asks the cache for its next block while it works on this one, and saves up the checksums of side values
+// until there is one for every lane.
+//
+// Included by codec/cuda_kernels.cu after cuda_driver.cuh.
+
+// The piece a warp is at.
+struct Place {
+  uint32_t slot = 0xffffffffu;
+  uint64_t first_item = 0, full = 0;  // full: blocks that are not partial
+  const void *in = nullptr, *before = nullptr;
+  void *after = nullptr, *out = nullptr;
+  uint64_t key = 0, first_block = 0, region = 0, side = 0;  // side: body index of the piece's side values
+
+  uint32_t next = 0;  // the slot of the item to come, asked for one item ahead
+
+  __device__ __forceinline__ void look(const CudaJob& job, uint64_t i, uint64_t items) {
+    if (job.piece_count > 1 && i < items) next = __ldg(job.item_piece + i);
+  }
+  __device__ __forceinline__ void go(const CudaJob& job) {
+    if (next == slot) return;
+    slot = next;
+    const CudaPiece piece = job.pieces[slot];
+    const uint32_t tensor = job.first_pointer + slot;  // not piece.tensor, which would have to arrive first
+    first_item = piece.first_item;
+    full = piece.count / kBlock;
+    region = piece.region;
+    side = region + side_offset(job.scheme, piece.count);
+    if (job.out) out = job.out[tensor];
+    if (!job.in) return;
+    in = job.in[tensor];
+    key = job.keys[tensor];
+    first_block = piece.first_block;
+    if (!job.feedback) return;
+    before = job.before[tensor];
+    after = job.after[tensor];
+  }
+};
+
+// Side words wait, one a lane, and are summed 32 at a time.
+struct SideSums {
+  uint64_t index = 0;
+  uint32_t word = 0, held = 0;
+  __device__ __forceinline__ void add(uint32_t lane, uint32_t value, uint64_t at, Check& check) {
+    if (lane == held) {
+      word = value;
+      index = at;
+    }
+    if (++held == 32) flush(check);
+  }
+  __device__ __forceinline__ void flush(Check& check) {
+    if (held) check.loose += word_part(word, index);
+    word = held = 0;
+  }
+};
+
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+__device__ __forceinline__ void load_full(const void* data, DType dtype, uint64_t at, float (&x)[32]) {
+  if (dtype == DType::f32) {
+    const float* from = static_cast<const float*>(data) + at;
+#pragma unroll
+    for (int row = 0; row < 32; ++row) x[row] = __ldcs(from + row * 32);
+  } else {
+    const unsigned short* from = static_cast<const unsigned short*>(data) + at;
+#pragma unroll
+    for (int row = 0; row < 32; ++row) {
+      const uint16_t h = __ldcs(from + row * 32);
+      x[row] = dtype == DType::f16 ? f16_to_f32(h) : bf16_to_f32(h);
+    }
+  }
+}
+
+// 4 KiB to shared memory by one warp, without waiting.
+__device__ __forceinline__ void copy_block(const float* from, float* to, uint32_t lane) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) __pipeline_memcpy_async(to + (j * 32 + lane) * 4, from + (j * 32 + lane) * 4, 16);
+  __pipeline_commit();
+}
+
+// kAhead: f32 input aligned to 16 bytes, no feedback. Blocks come through shared memory, copied there without passing through
+// registers while the block before them is worked on.
+template <class B, bool kFeedback, bool kAhead>
+__global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_constant__ CudaJob job) {
+  constexpr int kBits = B::kCodeBits;
+  const uint32_t lane = threadIdx.x & 31;
+  const uint64_t stride = job.main_blocks * 8ull;
+  const Scheme& scheme = job.scheme;
+  Check check;
+  SideSums sides;
+  Place place;
+  extern __shared__ float4 stages[];  // kAhead: two blocks a warp
+  float* const stage = reinterpret_cast<float*>(stages) + (threadIdx.x >> 5) * 2 * kBlock;
+  uint64_t ahead = ~uint64_t{0};  // the block that is on its way to shared memory
+  uint32_t turn = 0;
+  uint64_t i = blockIdx.x * 8ull + (threadIdx.x >> 5);
+  place.look(job, i, job.items);
+  for (; i < job.items; i += stride) {
+    place.go(job);
+    place.look(job, i + stride, job.items);
+    const uint64_t block = i - place.first_item, at = block * kBlock + lane;
+    if (block >= place.full) continue;
+    float x[32];
+    if constexpr (kAhead) {
+      if (ahead != i) copy_block(static_cast<const float*>(place.in) + block * kBlock, stage + turn * kBlock, lane);
+      if (block + stride < place.full) {
+        copy_block(static_cast<const float*>(place.in) + (block + stride) * kBlock, stage + (turn ^ 1) * kBlock, lane);
+        ahead = i + stride;
+        __pipeline_wait_prior(1);
+      } else {
+        __pipeline_wait_prior(0);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int row = 0; row < 32; ++row) x[row] = stage[turn * kBlock + row * 32 + lane];
+      turn ^= 1;
+      __syncwarp();
+    } else {
+      load_full(place.in, job.dtype, at, x);
+    }
+    if (kFeedback && place.before) {
+      float e[32];
+      load_full(place.before, job.residual, at, e);
+#pragma unroll
+      for (int row = 0; row < 32; ++row) x[row] = x[row] + e[row] * job.loss_scale;
+    }
+    if (!kAhead && block + stride < place.full) {  // one line a lane: the whole of the next block
+      const uint64_t next = (block + stride) * kBlock + lane * 32;
+      prefetch(static_cast<const char*>(place.in) + next * (job.dtype == DType::f32 ? 4 : 2));
+      if (kFeedback && place.before) prefetch(static_cast<const char*>(place.before) + next * (job.residual == DType::f32 ? 4 : 2));
+    }
+
+    UnitParams p;
+    bool marked = false;
+    if (scheme.stat != Stat::none) {
+      if (scheme.unit == 0) {
+        p = job.params[place.slot];
+        marked = float_bits(p.a) == kMarker;
+      } else {
+        const uint32_t top = rows_max<32>(x);
+        Sums sums;
+        if (scheme.stat != Stat::absmax && top < kInfBits) sums = warp_sums(scheme.stat, x, 0, 32, grid_for(top));
+        uint32_t side[2];
+        make_side(scheme, top, sums, kBlock, side);
+        for (uint32_t w = 0; w < scheme.side; ++w) {
+          const uint64_t index = place.side + block * scheme.side + w;
+          if (lane == 0) job.body[index] = side[w];
+          sides.add(lane, side[w], index, check);
+        }
+        p = make_params(scheme, side);
+        marked = side[0] == kMarker;
+      }
+      if (marked) {
+#pragma unroll
+        for (int row = 0; row < 32; ++row) x[row] = 0;
+      }
+      if (p.pre != 1.0f) {
+#pragma unroll
+        for (int row = 0; row < 32; ++row) x[row] *= p.pre;
+      }
+    }
+
+    const uint64_t key = block_key(place.key, place.first_block + block);
+    const uint32_t key1 = static_cast<uint32_t>(key >> 32);
+    const float lower = 1.0f / p.pre;  // a power of two: exact both ways. Lifted values were clipped against p.limit unlifted
+    uint32_t counter = lane * kWeyl + static_cast<uint32_t>(key);
+    uint32_t* words = job.body + place.region + block * kLane * kBits + lane;
+    const uint32_t row0 = static_cast<uint32_t>(place.region / kLane + block * kBits);
+    uint32_t rnd = 0x80008000u, word = 0;
+    p.limit *= p.pre;
+#pragma unroll
+    for (int row = 0; row < 32; ++row) {
+      const int shift = row * kBits % 32, q = row * kBits / 32;
+      uint32_t r16 = 0;
+      if constexpr (B::kRandom) {
+        if (row % 2 == 0) {
+          if (!scheme.nearest) {
+            uint32_t h = counter;
+            h ^= h >> 16;
+            h = h * 0x7feb352du + key1;
+            h ^= h >> 15;
+            h *= 0x846ca68bu;
+            rnd = h ^ (h >> 16);
+          }
+          counter += 32 * kWeyl;
+          r16 = rnd & 0xffffu;
+        } else {
+          r16 = rnd >> 16;
+        }
+      }
+      const uint32_t code = B::template encode<ScalarLane, false>(x[row], p, r16);
+      if constexpr (kFeedback) x[row] = (x[row] * lower - B::template decode<ScalarLane>(code, p)) * job.unscale;
+      word = shift == 0 ? code : word + (code << shift);
+      if (shift + kBits >= 32) {
+        words[q * 32] = word;
+        check.row(word, row0 + q);
+        word = shift + kBits > 32 ? code >> (32 - shift) : 0;
+      }
+    }
+    if (kFeedback && place.after) {
+      if (job.residual == DType::f32) {
+        float* to = static_cast<float*>(place.after) + at;
+        const float* was = static_cast<const float*>(place.before) + at;
+#pragma unroll
+        for (int row = 0; row < 32; ++row) __stcs(to + row * 32, x[row] != x[row] ? was[row * 32] : x[row]);
+      } else {
+        uint16_t* to = static_cast<uint16_t*>(place.after) + at;
+        const uint16_t* was = static_cast<const uint16_t*>(place.before) + at;
+#pragma unroll
+        for (int row = 0; row < 32; ++row) to[row * 32] = x[row] != x[row] ? was[row * 32] : f32_to_bf16(x[row]);
+      }
+    }
+  }
+  sides.flush(check);
+  check.flush(job.check);
+}
+
+// kQuads: a thread takes four neighbouring lanes of every fourth row instead of one lane of every row, so that its results go out
+// 16 bytes at a time. For codes of 1, 2 or 4 bits: four rows share a word, and few words are held.
+template <class B, bool kQuads>
+__global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_constant__ CudaJob job) {
+  constexpr int kBits = B::kCodeBits;
+  constexpr uint32_t kMask = kBits == 32 ? 0xffffffffu : (1u << (kBits % 32)) - 1;
+  const uint32_t lane = threadIdx.x & 31;
+  const uint64_t stride = job.main_blocks * 8ull, items = block_count(job);
+  const Scheme& scheme = job.scheme;
+  Check check;
+  // The first thread blocks look at the head and take the tails: those of a full device start last.
+  const uint32_t head = job.head.expected ? 1 : 0, others = gridDim.x - job.main_blocks;
+  if (blockIdx.x < others) {
+    report(job, blockIdx.x < head ? check_head(job) : decode_any<B, true>(job, blockIdx.x - head, others - head, check), check);
+    return;
+  }
+  SideSums sides;
+  Place place;
+  uint32_t problem = 0;
+  unsigned long long quad[4] = {0, 0, 0, 0};  // kQuads: sums of this thread's four lanes
+  const bool plain = job.dtype == DType::f32 && !job.add, chunks = chunked(scheme);
+  uint64_t i = (blockIdx.x - others) * 8ull + (threadIdx.x >> 5);
+  place.look(job, chunks ? i / 32 : i, job.items);
+  for (; i < items; i += stride) {
+    place.go(job);
+    place.look(job, chunks ? (i + stride) / 32 : i + stride, job.items);
+    const uint64_t block = chunks ? (i / 32 - place.first_item) * 32 + i % 32 : i - place.first_item;
+    if (block >= place.full) continue;
+    const uint32_t* words = job.body + place.region + block * kLane * kBits;
+    const uint32_t row0 = static_cast<uint32_t>(place.region / kLane + block * kBits);
+
+    constexpr int kHeld = kBits <= 16 ? kBits : 16;  // words in registers at a time
+    uint32_t w[kHeld];
+    uint4 w4[kQuads ? kBits : 1];
+    if constexpr (kQuads) {
+#pragma unroll
+      for (int q = 0; q < kBits; ++q) w4[q] = __ldcs(reinterpret_cast<const uint4*>(words + q * 32) + (lane & 7));
+    } else {
+#pragma unroll
+      for (int q = 0; q < kHeld; ++q) w[q] = __ldcs(words + q * 32 + lane);
+    }
+    UnitParams p;
+    if (scheme.stat != Stat::none) {
+      const uint64_t unit = scheme.unit == 0 ? 0 : block >> job.unit_shift;
+      uint32_t side[2] = {0, 0};
+      side[0] = __ldg(job.body + place.side + unit * scheme.side);
+      if (scheme.side > 1) side[1] = __ldg(job.body + place.side + unit * scheme.side + 1);
+      if (scheme.unit == 0 ? block == 0 : unit << job.unit_shift == block) {
+        if (!side_is_valid(scheme, side)) problem |= kBadSide;
+        for (uint32_t s = 0; s < scheme.side; ++s) sides.add(lane, side[s], place.side + unit * scheme.side + s, check);
+      }
+      p = make_params(scheme, side);
+    }
+    uint32_t seen = 0;
+    if constexpr (kQuads) {
+      const uint32_t r = lane >> 3;  // of four rows, this thread's
+#pragma unroll
+      for (int q = 0; q < kBits; ++q) {
+        if (r == q % 4) {  // each word is summed by one of the four threads that hold it
+          const uint32_t weight = row_weight(row0 + q);
+          quad[0] += static_cast<unsigned long long>(w4[q].x) * weight;
+          quad[1] += static_cast<unsigned long long>(w4[q].y) * weight;
+          quad[2] += static_cast<unsigned long long>(w4[q].z) * weight;
+          quad[3] += static_cast<unsigned long long>(w4[q].w) * weight;
+        }
+        w4[q].x >>= r * kBits;
+        w4[q].y >>= r * kBits;
+        w4[q].z >>= r * kBits;
+        w4[q].w >>= r * kBits;
+      }
+      float4* to = reinterpret_cast<float4*>(static_cast<float*>(place.out) + block * kBlock) + lane;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int q = 4 * j * kBits / 32, shift = 4 * j * kBits % 32;
+        const uint32_t x = w4[q].x >> shift & kMask, y = w4[q].y >> shift & kMask, z = w4[q].z >> shift & kMask, v = w4[q].w >> shift & kMask;
+        seen = B::template check<ScalarLane>(B::template check<ScalarLane>(seen, x), y);
+        seen = B::template check<ScalarLane>(B::template check<ScalarLane>(seen, z), v);
+        __stcs(to + j * 32, float4{B::template decode<ScalarLane>(x, p), B::template decode<ScalarLane>(y, p),
+                                   B::template decode<ScalarLane>(z, p), B::template decode<ScalarLane>(v, p)});
+      }
+    } else {
+      const uint64_t at = block * kBlock + lane;
+      float* to = static_cast<float*>(place.out) + at;
+#pragma unroll
+      for (int q = 0; q < kHeld; ++q) check.row(w[q], row0 + q);
+#pragma unroll
+      for (int row = 0; row < 32; ++row) {
+        const int shift = row * kBits % 32, q = row * kBits / 32;
+        if constexpr (kBits == 32) {  // the second half comes when the first is done
+          if (row == 16) {
+#pragma unroll
+            for (int k = 0; k < 16; ++k) w[k] = __ldcs(words + (16 + k) * 32 + lane);
+#pragma unroll
+            for (int k = 0; k < 16; ++k) check.row(w[k], row0 + 16 + k);
+          }
+        }
+        uint32_t code = w[q % kHeld] >> shift;
+        if (shift + kBits > 32) code |= w[(q + 1) % kHeld] << ((32 - shift) & 31);
+        code &= kMask;
+        seen = B::template check<ScalarLane>(seen, code);
+        const float value = B::template decode<ScalarLane>(code, p);
+        if (plain)
+          __stcs(to + row * 32, value);
+        else
+          store_value(place.out, job.dtype, job.add, at + row * 32, value);
+      }
+    }
+    if (B::bad(seen)) problem |= kBadCodes;
+  }
+  if constexpr (kQuads)
+    for (uint32_t c = 0; c < 4; ++c) check.loose += quad[c] * lane_weight((lane & 7) * 4 + c);
+  sides.flush(check);
+  report(job, problem, check);
+}
