@@ -83,9 +83,9 @@ void print_rows(const CollectiveOptions& options, const std::string& engine, int
     }
     return;
   }
-  print(fmt::format("{} of {} elements{} among {} workers on {}; median of {} steps, fp32 (scatter) in turns\n\n",
+  print(fmt::format("{} of {} elements{} among {} workers on {}; median of {} step{}, fp32 (scatter) in turns\n\n",
                     options.method, human_count(elements), options.list.empty() ? "" : " in 161 tensors", world, engine,
-                    options.steps));
+                    options.steps, options.steps == 1 ? "" : "s"));
   Table table("lrrrrrrl",
               {"codec", "sent/worker", "fp32", "relative error", "time", "fp32 time", "time ratio", "identical"});
   for (const auto& [codec, result] : rows)

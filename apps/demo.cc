@@ -32,8 +32,8 @@ void demo(int world, int steps) {
   const std::vector<NamedTensor> tensors = resnet50_tensors();
   print(fmt::format(
       "{} workers in this process average the gradients of ResNet-50 ({} tensors, {} elements), once per codec.\n"
-      "Every step: encode, all-to-all, decode and add, encode the mean, all-gather, decode. Median of {} steps.\n\n",
-      world, tensors.size(), human_count(total_elements(tensors)), steps));
+      "Every step: encode, all-to-all, decode and add, encode the mean, all-gather, decode. Median of {} step{}.\n\n",
+      world, tensors.size(), human_count(total_elements(tensors)), steps, steps == 1 ? "" : "s"));
 
   Progress progress;
   std::vector<std::vector<float>> ranks;

@@ -18,8 +18,8 @@ from pathlib import Path
 
 
 def gradwire_seconds(program, codec, elements):
-    command = [program, "bench", "codec", "--codec", codec, "--elements", str(elements), "--threads", "1", "--pairs", "3",
-               "--json"]
+    command = [program, "bench", "codec", "--codec", codec, "--elements", str(elements), "--threads", "1",
+               "--pairs", "3", "--json"]
     row = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
     return 4e-9 * elements / row["encode_GBps"]
 

@@ -2,7 +2,7 @@
 """README.md's examples are run, as they stand.
 
 A fenced block runs when the line `<!-- run -->` stands right above its fence. Marked blocks run in the order of the
-page and in one scratch folder, so a later one may use the files of an earlier one. `build` is there, python3 has numpy.
+page and in one scratch folder, so a later one may use the files of an earlier one. `build` is there, `gradwire` is on the path, python3 has numpy.
 
   ```cpp       one whole program: built against the installed package as main.cc, then run in the scratch folder
   ```cmake     the CMakeLists.txt of every ```cpp block; without one, that of tests/install is taken
@@ -39,7 +39,8 @@ BLOCKS = marked_blocks()
 
 
 def run(command, cwd):
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # not resolved: a venv's link
+    # The interpreter's folder as it is called, not resolved: a virtual environment's python3 is a link.
+    path = os.pathsep.join([str(BUILD / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(command, cwd=cwd, env={**os.environ, "PATH": path}, stdin=subprocess.DEVNULL, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
     assert done.returncode == 0, f"exit code {done.returncode} of {command}\n{done.stdout}"

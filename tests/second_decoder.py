@@ -2,8 +2,8 @@
 """A second decoder, written from docs/wire-format.md alone.
 
 The document promises that it suffices. This file is the proof: it knows nothing of the library, shares no code with
-it, and uses the document's words as its names (head, spec, row, region, unit, block, lane, side value, marker). It is
-slow in the head and vectorised in the body; numbers in parentheses, as in (rule 13), are those of the document.
+it, and uses the document's words as its names (head, spec, row, region, unit, block, lane, side value, marker). The
+checks stand in the order of the document's section 9; the head is read field by field, the body in whole arrays.
 
     decode(bytes) -> Message         or Refused, whose .field is the right column of the document's section 9
 
@@ -11,6 +11,7 @@ Bits are never trusted to a float: values are built as u32 patterns, so that -0,
 they are. Where codes are cut from words, the document's *string of bits* is taken at its word: the words of a lane are
 laid end to end, opened to single bits, and every b bits make a code.
 """
+
 import re
 import struct
 from collections import namedtuple
@@ -320,13 +321,14 @@ def decode(message, limit=2**26):
         name_hash, count, first, offset, spec_number, dtype, reserved = row
         spec = specs[spec_number] if spec_number < spec_count else None
         elements += count
-        narrow = spec and spec.name == "topk" and spec.parameters["mode"] == "paper"
-        refuse_if(elements > limit or narrow and count > M32, f"tensor[{i}].count", f"{count} is above the limit")
+        refuse_if(elements > limit, f"tensor[{i}].count", f"{count}, the limit of all is {limit}")
         refuse_if(first % 32768 or first > 2**40, f"tensor[{i}].first", first)
         refuse_if(spec is None or spec_number > used, f"tensor[{i}].spec", f"{spec_number}, at most {used}")
         used = max(used, spec_number + 1)
         refuse_if(dtype > 2, f"tensor[{i}].dtype", dtype)
         refuse_if(any(reserved), f"tensor[{i}].reserved", reserved)
+        narrow = spec.name == "topk" and spec.parameters["mode"] == "paper"
+        refuse_if(narrow and count > M32, f"tensor[{i}].count", f"{count}, topk:...,mode=paper takes 2^32 - 1")
         begin = div_up(free, 32) * 32 if spec.name != "topk" and count >= 1024 else free
         refuse_if(offset != 4 * begin, f"tensor[{i}].offset", f"{offset}, expected {4 * begin}")
         regions.append((free, begin, begin + region_words(spec, count)))

@@ -121,7 +121,8 @@ def test_any_shape_and_order_is_flattened_as_it_is_stored(folder):
     np.save("f.npy", np.asfortranarray(x))
     np.save("scalar.npy", x[0, 0, 0])
     np.save("empty.npy", np.zeros((0, 5), "<f4"))
-    for name, expected in [("c", x.ravel()), ("f", x.ravel(order="F")), ("scalar", x.ravel()[:1]), ("empty", x.ravel()[:0])]:
+    flat = x.ravel()
+    for name, expected in [("c", flat), ("f", x.ravel(order="F")), ("scalar", flat[:1]), ("empty", flat[:0])]:
         run("encode", "--codec", "fp32", f"{name}.npy", "g.gw")
         run("decode", "g.gw", "back.npy")
         assert np.array_equal(np.load("back.npy"), expected), name
@@ -500,7 +501,8 @@ def test_bench_collective_on_mpi():
     environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                    "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none",
                    "OMPI_MCA_btl": "self,vader", "ASAN_OPTIONS": "detect_leaks=0"}
-    done = subprocess.run(["mpirun", "-n", "3", PROGRAM, *command], stdout=subprocess.PIPE, env=environment, timeout=100)
+    done = subprocess.run(["mpirun", "-n", "3", PROGRAM, *command], stdout=subprocess.PIPE, env=environment,
+                          timeout=100)
     row = json.loads(done.stdout)
     assert done.returncode == 0 and row["engine"] == "mpi" and row["world"] == 3 and row["identical"] is True
     done = subprocess.run(["mpirun", "-n", "2", PROGRAM, *command, "--world", "3"], stdout=subprocess.PIPE,

@@ -47,19 +47,31 @@ Issuer::~Issuer() {
   thread_.join();
 }
 
-std::future<void> Issuer::submit(std::function<void()> task) {
-  std::packaged_task<void()> packaged(std::move(task));
-  std::future<void> result = packaged.get_future();
+void Issuer::Ticket::wait() {
+  std::unique_lock lock(mutex_);
+  wake_.wait(lock, [this] { return done_; });
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+void Issuer::Ticket::finish(std::exception_ptr error) {
+  std::lock_guard lock(mutex_);
+  error_ = std::move(error);
+  done_ = true;
+  wake_.notify_all();
+}
+
+std::shared_ptr<Issuer::Ticket> Issuer::submit(std::function<void()> task) {
+  auto ticket = std::make_shared<Ticket>();
   {
     std::lock_guard lock(mutex_);
-    tasks_.push_back(std::move(packaged));
+    tasks_.emplace_back(std::move(task), ticket);
   }
   wake_.notify_one();
-  return result;
+  return ticket;
 }
 
 void Issuer::finish() {
-  submit([] {}).get();
+  submit([] {})->wait();
 }
 
 void Issuer::work() {
@@ -67,18 +79,24 @@ void Issuer::work() {
   for (;;) {
     wake_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
     if (tasks_.empty()) return;
-    std::packaged_task<void()> task = std::move(tasks_.front());
+    auto [task, ticket] = std::move(tasks_.front());
     tasks_.pop_front();
     lock.unlock();
-    task();
-    task = {};  // what the task holds goes before the next one starts
+    std::exception_ptr error;
+    try {
+      task();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    task = nullptr;  // what it holds goes before anybody is told
+    ticket->finish(std::move(error));
     lock.lock();
   }
 }
 
 void issue(Engine& engine, const std::function<void()>& task) {
   if (auto issuer = find(engine))
-    issuer->submit(task).get();
+    issuer->submit(task)->wait();
   else
     task();
 }

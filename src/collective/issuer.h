@@ -7,11 +7,12 @@
 
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <functional>
-#include <future>
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "gradwire/engine.h"
 
@@ -19,21 +20,36 @@ namespace gradwire {
 
 class Issuer {
  public:
+  // The end of a task. The error is handed over whole: the issuing thread keeps no reference to it, so exceptions are
+  // not shared between threads.
+  class Ticket {
+   public:
+    void wait();  // throws what the task threw; once
+
+   private:
+    friend class Issuer;
+    void finish(std::exception_ptr error);
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    bool done_ = false;
+    std::exception_ptr error_;
+  };
+
   static std::shared_ptr<Issuer> of(Engine& engine);  // ends with the last who holds it
   Issuer();
   ~Issuer();  // after the tasks that were submitted
   Issuer(const Issuer&) = delete;
   Issuer& operator=(const Issuer&) = delete;
 
-  std::future<void> submit(std::function<void()> task);  // the future throws what the task threw
-  void finish();                                         // until everything submitted so far has run
+  std::shared_ptr<Ticket> submit(std::function<void()> task);
+  void finish();  // until everything submitted so far has run
 
  private:
   void work();
 
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::deque<std::packaged_task<void()>> tasks_;
+  std::deque<std::pair<std::function<void()>, std::shared_ptr<Ticket>>> tasks_;
   bool stop_ = false;
   std::thread thread_;  // last: it uses all of the above
 };

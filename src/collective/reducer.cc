@@ -12,9 +12,9 @@ namespace gradwire {
 namespace {
 
 struct Pending final : Handle::State {
-  explicit Pending(std::future<void> future) : result(std::move(future)) {}
-  void wait() override { result.get(); }
-  std::future<void> result;
+  explicit Pending(std::shared_ptr<Issuer::Ticket> t) : ticket(std::move(t)) {}
+  void wait() override { ticket->wait(); }
+  std::shared_ptr<Issuer::Ticket> ticket;
 };
 
 struct Request {
@@ -89,7 +89,7 @@ struct Reducer::State {
   }
 
   void move(const Request& request) {
-      std::vector<float*> sums = in_scratch;
+    std::vector<float*> sums = in_scratch;
     for (size_t i = 0; i < sums.size(); ++i)
       if (!sums[i]) sums[i] = static_cast<float*>(request.out[up->mine()[i].tensor]);
     up->run(request.step, request.in, sums);
@@ -113,7 +113,7 @@ Reducer::Reducer(Engine& engine, std::vector<NamedTensor> tensors, const ReduceO
   } catch (...) {
     failure = std::current_exception();
   }
-  state.issuer->submit([&] { agree(engine, terms, failure); }).get();
+  state.issuer->submit([&] { agree(engine, terms, failure); })->wait();
   state.terms = terms.hash();
 }
 

@@ -96,31 +96,34 @@ struct Driver {
       for (uint64_t i = 0; i < n; ++i) out[i] = f32_to_bf16(x[i]);
   }
 
-  // A NaN means the unit was marked: its residual stays.
-  template <bool kStream>
+  // A NaN means the unit was marked: its residual stays. kMarked: there may be one.
+  template <bool kStream, bool kMarked>
   static void put_residual_f32(const float* x, const float* before, float* after, uint64_t n) {
     const U inf = L::set_u(kInfBits), mask = L::set_u(0x7fffffffu);
     const uint64_t whole = n / L::kWidth * L::kWidth;
     for (uint64_t i = 0; i < whole; i += L::kWidth) {
-      const F r = L::load(x + i);
-      const F kept = L::select(L::less_u(inf, L::and_u(L::bits(r), mask)), L::load(before + i), r);
+      F r = L::load(x + i);
+      if constexpr (kMarked) r = L::select(L::less_u(inf, L::and_u(L::bits(r), mask)), L::load(before + i), r);
       if constexpr (kStream)
-        L::stream(kept, after + i);
+        L::stream(r, after + i);
       else
-        L::store(kept, after + i);
+        L::store(r, after + i);
     }
     for (uint64_t i = whole; i < n; ++i) after[i] = x[i] != x[i] ? before[i] : x[i];
   }
 
-  static void put_residual(const Span& s, uint64_t block, const float* x) {
+  static void put_residual(const Span& s, uint64_t block, const float* x) { put_residual_of(s, block, x, true); }
+
+  static void put_residual_of(const Span& s, uint64_t block, const float* x, bool marked) {
     const uint64_t at = block * kBlock, n = s.elements_of(block);
     if (s.residual == DType::f32) {
       const float* before = static_cast<const float*>(s.before) + at;
       float* after = static_cast<float*>(s.after) + at;
-      if (s.stream && reinterpret_cast<uintptr_t>(after) % 64 == 0)
-        put_residual_f32<true>(x, before, after, n);
+      const bool stream = s.stream && reinterpret_cast<uintptr_t>(after) % 64 == 0;
+      if (marked)
+        stream ? put_residual_f32<true, true>(x, before, after, n) : put_residual_f32<false, true>(x, before, after, n);
       else
-        put_residual_f32<false>(x, before, after, n);
+        stream ? put_residual_f32<true, false>(x, before, after, n) : put_residual_f32<false, false>(x, before, after, n);
       return;
     }
     const uint16_t* before = static_cast<const uint16_t*>(s.before) + at;
@@ -457,7 +460,8 @@ struct Driver {
         for (uint64_t i = 0; i < tail_words(scheme, s.count); ++i)
           check.add_word(words[i], s.region_index + full_words(scheme, s.count) + i);
       }
-      if (residual) put_residual(s, block, residual);
+      // Where every element is a unit of its own, any of them may be marked.
+      if (residual) put_residual_of(s, block, residual, marked || scheme.stat == Stat::none);
     }
   }
 
