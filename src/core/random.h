@@ -26,16 +26,18 @@ GW_HD inline uint64_t block_key(uint64_t tensor, uint64_t block) {
   return mix64(tensor + block * 0x9e3779b97f4a7c15ull);
 }
 
-// 32 random bits for counter c (0..511) of a block; the lane form stands in device/lane.h.
-GW_HD inline uint32_t random_word(uint64_t key, uint32_t c) {
-  uint32_t x = c * kWeyl + static_cast<uint32_t>(key);
+// 32 random bits from a counter that the key's low half was added to, and its high half.
+GW_HD inline uint32_t random_mix(uint32_t x, uint32_t key1) {
   x ^= x >> 16;
-  x *= 0x7feb352du;
-  x += static_cast<uint32_t>(key >> 32);
+  x = x * 0x7feb352du + key1;
   x ^= x >> 15;
   x *= 0x846ca68bu;
-  x ^= x >> 16;
-  return x;
+  return x ^ (x >> 16);
+}
+
+// ... for counter c (0..511) of a block; the form for vectors stands in device/cpu_driver-inl.h.
+GW_HD inline uint32_t random_word(uint64_t key, uint32_t c) {
+  return random_mix(c * kWeyl + static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32));
 }
 
 }  // namespace gradwire

@@ -176,14 +176,7 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
       uint32_t r16 = 0;
       if constexpr (B::kRandom) {
         if (row % 2 == 0) {
-          if (!scheme.nearest) {
-            uint32_t h = counter;
-            h ^= h >> 16;
-            h = h * 0x7feb352du + key1;
-            h ^= h >> 15;
-            h *= 0x846ca68bu;
-            rnd = h ^ (h >> 16);
-          }
+          if (!scheme.nearest) rnd = random_mix(counter, key1);
           counter += 32 * kWeyl;
           r16 = rnd & 0xffffu;
         } else {
