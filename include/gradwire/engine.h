@@ -50,7 +50,7 @@ class Engine {
 
   // send[p] goes to rank p; recv[p] comes from rank p (one's own included). Sizes may differ, also be zero.
   virtual Handle all_to_all(std::span<const ConstBytes> send, std::span<const Bytes> recv) = 0;
-  // `mine` goes to everybody; recv[p] comes from rank p (one's own included).
+  // `mine` goes to everybody; recv[p] comes from rank p (one's own included). `mine` may be recv[rank()] itself.
   virtual Handle all_gather(ConstBytes mine, std::span<const Bytes> recv) = 0;
   virtual Handle broadcast(Bytes data, int root) = 0;
   virtual Handle barrier() = 0;

@@ -28,14 +28,17 @@ struct CudaMemory final : Memory {
   }
   void release(void* data) override { cudaFree(data); }
   void zero(void* data, size_t bytes) override {
+    use();
     cuda_throw(cudaMemset(data, 0, bytes), "cudaMemset");
     cuda_throw(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
   void to_host(void* host, const void* data, size_t bytes) override {
+    use();
     cuda_throw(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     cuda_throw(cudaMemcpy(host, data, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
   }
   void from_host(void* data, const void* host, size_t bytes) override {
+    use();
     cuda_throw(cudaMemcpy(data, host, bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
     cuda_throw(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
