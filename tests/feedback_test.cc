@@ -95,7 +95,7 @@ TEST(Feedback, AddingWithOtherNumbersIsRefused) {
   feedback.add(Side::up, "a", 7, 98);
 }
 
-TEST(Feedback, HalfPrecisionIsNoResidualType) { EXPECT_REFUSED(usage, "residual", "f16", ErrorFeedback(DType::f16)); }
+TEST(Feedback, HalfPrecisionIsNoResidualType) { EXPECT_REFUSED(usage, "residual", "f16", ErrorFeedback{DType::f16}); }
 
 TEST(Feedback, CommitTakesTheNewResidualRollbackKeepsTheOld) {
   for (DType dtype : {DType::f32, DType::bf16}) {
