@@ -98,20 +98,18 @@ __device__ __forceinline__ void store_value(void* out, DType dtype, bool add, ui
 
 // --- statistics --------------------------------------------------------------------------------------------------
 
-template <int kRows>
-__device__ __forceinline__ uint32_t rows_max(const float* x) {
+__device__ __forceinline__ uint32_t block_max(const float (&x)[32]) {
   uint32_t top = 0;
 #pragma unroll
-  for (int row = 0; row < kRows; ++row) top = max(top, float_bits(x[row]) & 0x7fffffffu);
+  for (int row = 0; row < 32; ++row) top = max(top, float_bits(x[row]) & 0x7fffffffu);
   return __reduce_max_sync(kFull, top);
 }
 
-// Sums over rows [row0, row1) of the warp's block; all lanes get the result.
-__device__ __forceinline__ Sums warp_sums(Stat stat, const float (&x)[32], int row0, int row1, Grid grid) {
+// Sums over the warp's block; all lanes get the result.
+__device__ __forceinline__ Sums warp_sums(Stat stat, const float (&x)[32], Grid grid) {
   uint32_t first = 0, second = 0, negative = 0;
 #pragma unroll
   for (int row = 0; row < 32; ++row) {
-    if (row < row0 || row >= row1) continue;
     const float t = x[row] * grid.pre * grid.grid;
     if (stat == Stat::l2 || stat == Stat::clip) second += static_cast<uint32_t>(__float2int_rn(t * t * kSquareScale));
     if (stat == Stat::clip) first += static_cast<uint32_t>(__float2int_rn(t * kSumScale));
@@ -220,15 +218,6 @@ __device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint
   }
 }
 
-template <bool kFeedback>
-__device__ __forceinline__ void store_residuals(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, const float (&x)[32]) {
-  if constexpr (kFeedback) {
-    const uint64_t at = block * kBlock + lane;
-#pragma unroll
-    for (int row = 0; row < 32; ++row) store_residual(job, piece, at + row * 32, x[row]);
-  }
-}
-
 __device__ __forceinline__ void write_side(const CudaJob& job, const CudaPiece& piece, uint64_t unit, const uint32_t* side, Check& check) {
   const uint64_t at = piece.region + side_offset(job.scheme, piece.count) + unit * job.scheme.side;
   for (uint32_t w = 0; w < job.scheme.side; ++w) {
@@ -274,14 +263,15 @@ __device__ __forceinline__ void encode_block(const CudaJob& job, const CudaPiece
 
 // --- kernels: units up to a block, and whole-tensor units whose parameters are known ------------------------------
 
-// The general way: any block, any unit up to a block. kTails: only the partial blocks, one a piece. `self` of `all` thread blocks.
+// The general way: any block, any unit up to a block. kTails: only the partial blocks, one a piece.
 template <class B, bool kFeedback, bool kTails>
-__device__ void encode_any(const CudaJob& job, uint32_t self, uint32_t all, Check& check) {
+__global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ CudaJob job) {
   __shared__ UnitParams shared_rows[8][32];
   const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   UnitParams* rows = shared_rows[warp];
+  Check check;
   // The eight warps share the rows of a tail: all look at the whole of it, the first writes the side values.
-  const uint64_t start = kTails ? self : self * 8ull + warp, stride = kTails ? all : all * 8ull;
+  const uint64_t start = kTails ? blockIdx.x : blockIdx.x * 8ull + warp, stride = kTails ? gridDim.x : gridDim.x * 8ull;
   const bool writer = lane == 0 && (!kTails || warp == 0);
   for (uint64_t i = start; i < (kTails ? job.piece_count : job.items); i += stride) {
     const Item item = kTails ? tail_of(job, i) : item_of(job, i);
@@ -298,9 +288,9 @@ __device__ void encode_any(const CudaJob& job, uint32_t self, uint32_t all, Chec
       one = job.params[item.slot];
       marked = float_bits(one.a) == kMarker;
     } else if (job.scheme.unit == kBlock) {
-      const uint32_t top = rows_max<32>(x);
+      const uint32_t top = block_max(x);
       Sums sums;
-      if (job.scheme.stat != Stat::absmax && top < kInfBits) sums = warp_sums(job.scheme.stat, x, 0, 32, grid_for(top));
+      if (job.scheme.stat != Stat::absmax && top < kInfBits) sums = warp_sums(job.scheme.stat, x, grid_for(top));
       make_side(job.scheme, top, sums, n, side);
       if (writer) write_side(job, piece, block, side, check);
       one = make_params(job.scheme, side);
@@ -348,12 +338,6 @@ __device__ void encode_any(const CudaJob& job, uint32_t self, uint32_t all, Chec
     }
     encode_block<B, kFeedback>(job, piece, block, lane, x, is_one, one, rows, marked, check, kTails ? warp : 0, kTails ? 8 : 1);
   }
-}
-
-template <class B, bool kFeedback, bool kTails>
-__global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ CudaJob job) {
-  Check check;
-  encode_any<B, kFeedback, kTails>(job, blockIdx.x, gridDim.x, check);
   check.flush(job.check);
 }
 
@@ -374,14 +358,14 @@ __global__ void __launch_bounds__(1024) encode_chunks(const __grid_constant__ Cu
     const bool here = block * kBlock < piece.count;
     float x[32] = {};
     if (here) load_block<kFeedback>(job, piece, block, lane, x);
-    const uint32_t top_here = rows_max<32>(x);
+    const uint32_t top_here = block_max(x);
     if (lane == 0) tops[warp] = top_here;
     __syncthreads();
     uint32_t top = 0;
     for (uint32_t w = first; w < first + span; ++w) top = max(top, tops[w]);
     Sums sums;
     if (job.scheme.stat != Stat::absmax) {
-      if (top < kInfBits) sums = warp_sums(job.scheme.stat, x, 0, 32, grid_for(top));
+      if (top < kInfBits) sums = warp_sums(job.scheme.stat, x, grid_for(top));
       if (lane == 0) parts[warp] = sums;
       __syncthreads();
       sums = {};
@@ -413,7 +397,7 @@ __global__ void __launch_bounds__(256) whole_max(const __grid_constant__ CudaJob
     const Item item = item_of(job, i);
     float x[32];
     load_block<kFeedback>(job, item.piece, item.number, lane, x);
-    const uint32_t top = rows_max<32>(x);
+    const uint32_t top = block_max(x);
     uint32_t* to = job.tops + item.slot;
     if (lane == 0 && top > *reinterpret_cast<volatile uint32_t*>(to)) atomicMax(to, top);
   }
@@ -428,7 +412,7 @@ __global__ void __launch_bounds__(256) whole_sums(const __grid_constant__ CudaJo
     if (top >= kInfBits) continue;
     float x[32];
     load_block<kFeedback>(job, item.piece, item.number, lane, x);
-    const Sums sums = warp_sums(job.scheme.stat, x, 0, 32, grid_for(top));
+    const Sums sums = warp_sums(job.scheme.stat, x, grid_for(top));
     CudaSums* to = job.sums + item.slot;
     if (lane == 0) {
       atomicAdd(&to->first, static_cast<unsigned long long>(sums.first));

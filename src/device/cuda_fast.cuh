@@ -139,9 +139,9 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
         p = job.params[place.slot];
         marked = float_bits(p.a) == kMarker;
       } else {
-        const uint32_t top = rows_max<32>(x);
+        const uint32_t top = block_max(x);
         Sums sums;
-        if (scheme.stat != Stat::absmax && top < kInfBits) sums = warp_sums(scheme.stat, x, 0, 32, grid_for(top));
+        if (scheme.stat != Stat::absmax && top < kInfBits) sums = warp_sums(scheme.stat, x, grid_for(top));
         uint32_t side[2];
         make_side(scheme, top, sums, kBlock, side);
         for (uint32_t w = 0; w < scheme.side; ++w) {

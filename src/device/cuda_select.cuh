@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(1024) select_tiles(const __grid_constant__ Cud
       const uint64_t next = (block + 32ull * gridDim.x) * kBlock + lane * 32;
       prefetch(static_cast<const char*>(job.in[piece.tensor]) + next * (job.dtype == DType::f32 ? 4 : 2));
     }
-    const uint32_t top_here = rows_max<32>(x);
+    const uint32_t top_here = block_max(x);
     if (lane == 0) counts[warp] = top_here;
     __syncthreads();
     const uint32_t top = __reduce_max_sync(kFull, counts[lane]);
