@@ -10,6 +10,7 @@
 #include "command.h"
 #include "files.h"
 #include "gradwire/error.h"
+#include "gradwire/learn.h"
 #include "npy.h"
 #include "options.h"
 
@@ -20,6 +21,7 @@ struct EncodeOptions {
   std::string codec, in, out, dtype, name;
   Stamp stamp;
   BedOptions bed;
+  bool fit = true;
 };
 
 struct Input {
@@ -53,13 +55,14 @@ void encode(const EncodeOptions& options) {
   const Codec codec = Codec::parse(options.codec);  // a wrong spec is refused before a large file is read
   const std::vector<std::byte> file = read_file(options.in);
   const Input input = read_input(options, file);
-  const Plan plan({{options.name, input.count, input.dtype, codec}});
   const std::unique_ptr<Bed> bed = make_bed(options.bed);
-  const std::unique_ptr<Runner> runner = make_runner(plan, bed->device());
-  std::vector<std::byte> frame(plan.message_bytes());
   // The drivers want element alignment, and a .npy view has it only by luck: copy into the bed on the CPU too.
   void* tensor = bed->allocate(input.data.size());
   bed->upload(tensor, input.data.data(), input.data.size());
+  const Codec fitted = options.fit ? fit(codec, tensor, input.count, input.dtype, bed->device()) : codec;
+  const Plan plan({{options.name, input.count, input.dtype, fitted}});
+  const std::unique_ptr<Runner> runner = make_runner(plan, bed->device());
+  std::vector<std::byte> frame(plan.message_bytes());
   auto* message = static_cast<std::byte*>(bed->allocate(frame.size()));
   const void* tensors[] = {tensor};
   runner->encode(tensors, options.stamp, {message, frame.size()});
@@ -85,6 +88,7 @@ void add_encode(CLI::App& app, Action& action) {
       ->type_name("NAME");
   add_whole(*command, "--seed", options->stamp.seed, 0, UINT64_MAX, "Seed of the random bits");
   add_whole(*command, "--step", options->stamp.step, 0, UINT64_MAX, "Step number written into the frame");
+  command->add_flag("!--no-fit", options->fit, "Use the codec's defaults; otherwise one that learns is fitted to IN first");
   add_device(*command, options->bed);
   command->footer("Example:\n  gradwire encode --codec qsgd:bits=4 --seed 1 --step 7 g.npy g.gw");
   command->callback([&action, options] { action = [options] { encode(*options); }; });

@@ -84,6 +84,8 @@ void print_json(const std::string& path, const Head& head, const Extra& extra, c
                               {"first", tensor.first},
                               {"dtype", std::string(name_of(tensor.dtype))},
                               {"codec", tensor.codec.str()},
+                              {"table", std::vector<uint32_t>(tensor.codec.table().begin(), tensor.codec.table().end())},
+                              {"fitted", tensor.codec.describe()},
                               {"unit", tensor.codec.traits().unit},
                               {"body_offset", head.body_offsets[i]},
                               {"body_bytes", tensor.codec.bytes(tensor.count)},
@@ -112,6 +114,7 @@ void print_page(const std::string& path, const Head& head, const Extra& extra, c
   if (head.tensors.size() == 1) {
     const TensorSpec& tensor = head.tensors[0];
     line("codec", tensor.codec.str());
+    for (const std::string& text : tensor.codec.describe()) line("", text);
     line("unit", unit_in_words(tensor.codec.traits().unit));
     line("dtype", std::string(name_of(tensor.dtype)));
     line("name hash", fmt::format("{:016x}", tensor.name_hash.value_or(0)));

@@ -530,7 +530,7 @@ TEST_F(FeedbackFile, LiesAreNamed) {
   lie(24, uint64_t{12}, "table_bytes", "allowed");
   lie(32, uint64_t{48}, "file_bytes", "says 48");
   // The first entry: ("up", "").
-  lie(48, uint32_t{2}, "side", "allowed");
+  lie(48, uint32_t{3}, "side", "allowed");
   lie(52, UINT32_MAX, "name_bytes", "left");
   lie(56, UINT64_MAX - 1, "first", "past 2^64");
   lie(64, UINT64_MAX, "count", "left");

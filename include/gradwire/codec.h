@@ -5,11 +5,16 @@
 //   codec.str()                // "qsgd:bits=4,bucket=1024,norm=max,rounding=random": canonical, every parameter
 //   codec.bytes(1'000'000)     // what a tensor of a million elements takes in a message
 //
+// Some codecs learn: levels, clusters, a number of bits. What was learned is a small table that is part of the codec: it travels in
+// the message beside the spec, so a decoder needs nothing else. A codec without a table uses defaults of its own. Fitting to one tensor, and
+// learning step by step with other ranks: learn.h.
+//
 // The size depends on (codec, count) alone, never on the values, so sizes are known before any data exist.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -38,6 +43,7 @@ struct Traits {
   bool unbiased;        // E[decode(encode(x))] == x
   bool feedback;        // error feedback is on unless a user says otherwise
   uint64_t unit;        // elements that share side values and a not-a-number marker; 0: the whole tensor
+  bool learns = false;  // has a table that can be fitted to data
 };
 
 class Codec {
@@ -50,9 +56,12 @@ class Codec {
   uint64_t bytes(uint64_t count) const;       // body bytes of one tensor in a message (alignment not counted)
   bool has(std::string_view parameter) const;
   std::string get(std::string_view parameter) const;
-  Codec with(std::string_view parameter, std::string_view value) const;
+  Codec with(std::string_view parameter, std::string_view value) const;  // the table is left behind
+  std::span<const uint32_t> table() const;                  // what was learned; empty: the defaults
+  Codec fitted(std::span<const uint32_t> table) const;      // throws Error{usage, "table"} naming what is wrong with it
+  std::vector<std::string> describe() const;                // the table in words, for people; empty without one
   const Scheme& scheme() const;
-  friend bool operator==(const Codec& a, const Codec& b) { return a.str() == b.str(); }
+  friend bool operator==(const Codec& a, const Codec& b);   // spec and table
 
  private:
   struct Impl;

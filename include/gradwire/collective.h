@@ -75,8 +75,13 @@ class Reducer {
   void commit(uint64_t step);
   void rollback(uint64_t step);
 
+  // Codecs that learn (learn.h) do so by themselves: evidence is gathered from all ranks after a step, and what was learned is kept in
+  // feedback() as notes, so that it is saved and restored with the residuals.
+  void set_rate(double rate);                   // the learning rate of the steps to come, for codecs that follow it
+  std::vector<Codec> codecs(Side side) const;   // of the last step, per tensor, with what they had learned
+
   ErrorFeedback& feedback();
-  uint64_t message_bytes() const;  // bytes this rank sends to others in one step, all included
+  uint64_t message_bytes() const;  // bytes this rank sends to others in the last step, or the first one, evidence aside
 
  private:
   struct State;

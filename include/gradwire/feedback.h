@@ -71,9 +71,14 @@ class ErrorFeedback {
   // (1/W) * sum of the workers' residuals + the owners' residuals, within f32 rounding.
   static std::vector<ErrorFeedback> redistribute(std::span<const ErrorFeedback> ranks, int new_world);
 
+  // What else must survive with the residuals, by name: what codecs have learned. A multiple of 8 bytes each. Moving to another world keeps
+  // rank 0's, since all ranks have the same.
+  void set_note(const std::string& name, std::span<const std::byte> bytes);
+  const std::map<std::string, std::vector<std::byte>>& notes() const;
+
   // What was added with this `first`, copied to the host, as f32.
   std::vector<float> residual(Side side, const std::string& name, uint64_t first = 0) const;
-  uint64_t hash() const;  // of every committed residual: two equal states have equal hashes
+  uint64_t hash() const;  // of every committed residual and note: two equal states have equal hashes
 
  private:
   struct State;

@@ -41,6 +41,12 @@ struct Residuals {
   float loss_scale = 1.0f;   // gradients arrive multiplied by it; residuals are stored without it
 };
 
+// A block of 1024 elements of a tensor of the plan.
+struct Pick {
+  uint32_t tensor;
+  uint64_t block;
+};
+
 enum class Write { set, add };  // out = decoded, or out += decoded (f32 outputs only)
 
 class Runner {
@@ -56,6 +62,12 @@ class Runner {
   // the call only enqueues: a bad message fills the outputs with NaN and the error appears at wait().
   virtual void decode(std::span<const std::byte> message, std::span<void* const> tensors, Write write = Write::set,
                       const Stamp* expected = nullptr) = 0;
+
+  // For those who learn from what is sent (learn.h). Both hand out memory of the runner's on the host, which holds the values after wait() and
+  // until the next call of the same function: the picked blocks as f32, feedback added, zeros behind a tensor's end; and the first
+  // side word of every unit of the tensors `which`, in order, from a message that this runner encoded.
+  virtual std::span<const float> sample(std::span<const void* const> tensors, const Residuals* residuals, std::span<const Pick> picks) = 0;
+  virtual std::span<const uint32_t> sides(std::span<const std::byte> message, std::span<const uint32_t> which) = 0;
 
   virtual void wait() = 0;  // until everything enqueued is done; throws what went wrong
   virtual const Plan& plan() const = 0;

@@ -38,7 +38,7 @@ struct UniformBody {
   static GW_BODY typename L::U check(typename L::U seen, typename L::U code) {
     return L::max_u(seen, code);
   }
-  static GW_BODY bool bad(uint32_t seen) { return seen > 2 * kTop; }
+  static GW_BODY bool bad(uint32_t seen, const Scheme&) { return seen > 2 * kTop; }
 };
 
 // The sign, with a mean for each (1-bit SGD, Seide et al. 2014). Zero counts as positive.
@@ -58,7 +58,7 @@ struct SignBody {
   static GW_BODY typename L::U check(typename L::U seen, typename L::U) {
     return seen;
   }
-  static GW_BODY bool bad(uint32_t) { return false; }
+  static GW_BODY bool bad(uint32_t, const Scheme&) { return false; }
 };
 
 // Casts. Each element is a unit of its own: what is not finite, or does not fit, becomes the format's marker.
@@ -81,7 +81,7 @@ struct Cast32Body {
     const typename L::U lie = L::select_u(L::less_u(magnitude, L::set_u(kInfBits)), L::set_u(0), L::set_u(1));
     return L::max_u(seen, L::select_u(L::equal_u(code, L::set_u(kMarker)), L::set_u(0), lie));
   }
-  static GW_BODY bool bad(uint32_t seen) { return seen != 0; }
+  static GW_BODY bool bad(uint32_t seen, const Scheme&) { return seen != 0; }
 };
 
 // Rounds to nearest even by integer arithmetic, the same on every target (see core/bits.h for the one-element form).
@@ -115,7 +115,7 @@ struct Cast16Body {
     const typename L::U lie = L::select_u(L::less_u(magnitude, L::set_u(0x7c00u)), L::set_u(0), L::set_u(1));
     return L::max_u(seen, L::select_u(L::equal_u(code, L::set_u(kMarkerF16)), L::set_u(0), lie));
   }
-  static GW_BODY bool bad(uint32_t seen) { return seen != 0; }
+  static GW_BODY bool bad(uint32_t seen, const Scheme&) { return seen != 0; }
 };
 
 struct CastB16Body {
@@ -140,7 +140,7 @@ struct CastB16Body {
     const typename L::U lie = L::select_u(L::less_u(magnitude, L::set_u(0x7f80u)), L::set_u(0), L::set_u(1));
     return L::max_u(seen, L::select_u(L::equal_u(code, L::set_u(kMarkerBf16)), L::set_u(0), lie));
   }
-  static GW_BODY bool bad(uint32_t seen) { return seen != 0; }
+  static GW_BODY bool bad(uint32_t seen, const Scheme&) { return seen != 0; }
 };
 
 // Calls call.template run<Body>() with the body that a scheme names.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The reference loop: the same bodies and the same driver, one element at a time.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <utility>
@@ -15,7 +16,17 @@ namespace {
 #define GW_BODY inline
 #define GW_DISPATCH inline
 #include "codec/bodies-inl.h"
+#include "codec/methods-inl.h"
 #include "device/cpu_driver-inl.h"
+
+void encode_methods(const Span& span, const UnitParams* whole, Scratch& scratch, LaneSums& check) {
+  EncodeCall<ScalarLane> call{span, whole, scratch, check};
+  with_method(*span.scheme, call);
+}
+bool decode_methods(const Span& span, const UnitParams* whole, Scratch& scratch) {
+  DecodeCall<ScalarLane> call{span, whole, scratch};
+  return with_method(*span.scheme, call);
+}
 #include "codec/cpu_table-inl.h"
 
 }  // namespace

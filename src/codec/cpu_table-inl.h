@@ -1,37 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU driver with every body, as one table of functions. Included once per target, like what it is made of.
+// The CPU driver with every body, as one table of functions. Included once per target, like what it is made of. The methods'
+// bodies are another file's (cpu_methods.cc), so that the two compile side by side: encode_methods and decode_methods.
 
 template <class L>
 struct Table {
-  struct Encode {
-    const Span& span;
-    const UnitParams* whole;
-    Scratch& scratch;
-    LaneSums& check;
-    template <class B>
-    GW_BODY void run() {
-      Driver<L>::template encode<B>(span, whole, scratch, check);
-    }
-  };
-  struct Decode {
-    const Span& span;
-    const UnitParams* whole;
-    Scratch& scratch;
-    template <class B>
-    GW_BODY bool run() {
-      return Driver<L>::template decode<B>(span, whole, scratch);
-    }
-  };
   static void encode(const Span& span, const UnitParams* whole, Scratch& scratch, LaneSums& check) {
-    Encode call{span, whole, scratch, check};
+    if (runtime_bits(*span.scheme)) return encode_methods(span, whole, scratch, check);
+    EncodeCall<L> call{span, whole, scratch, check};
     with_body(*span.scheme, call);
   }
   static bool decode(const Span& span, const UnitParams* whole, Scratch& scratch) {
-    Decode call{span, whole, scratch};
+    if (runtime_bits(*span.scheme)) return decode_methods(span, whole, scratch);
+    DecodeCall<L> call{span, whole, scratch};
     return with_body(*span.scheme, call);
   }
   static Kernels kernels(const char* name) {
     using D = Driver<L>;
-    return {name, D::stage, D::absmax, D::sums, encode, decode, D::select, D::put, D::put_residual, D::sum_words};
+    return {name, D::stage, D::absmax, D::sums, encode, decode, D::select, D::put, D::put_residual,
+            D::classify, D::pack_block, D::unpack_block, D::pack_tail, D::unpack_tail, D::sum_rows, D::sum_words};
   }
 };

@@ -2,6 +2,7 @@
 // The bodies and the driver on Highway vectors: this file is compiled once per target that the compiler knows, and the
 // processor's own capabilities decide at run time which tables may be used.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <utility>
@@ -9,18 +10,9 @@
 #include "core/random.h"
 #include "device/kernels.h"
 
-// Vectors whose size is known only at run time cannot be members of a struct, as the driver wants them; NEON serves Arm. SSE4 is
-// old enough to be the least on x86.
-#undef HWY_DISABLED_TARGETS
-#define GW_NO_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3)
-#if defined(GRADWIRE_ONE_TARGET)  // sanitizer builds: one vector target is enough, and compiles in a quarter of the time
-#define HWY_DISABLED_TARGETS (GW_NO_TARGETS | HWY_AVX3 | HWY_SSE4)
-#else
-#define HWY_DISABLED_TARGETS GW_NO_TARGETS
-#endif
-
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "codec/cpu_vector.cc"
+#include "codec/targets.h"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 
@@ -29,6 +21,10 @@
 HWY_BEFORE_NAMESPACE();
 namespace gradwire {
 namespace HWY_NAMESPACE {
+
+void encode_methods(const Span& span, const UnitParams* whole, Scratch& scratch, LaneSums& check);  // cpu_methods.cc
+bool decode_methods(const Span& span, const UnitParams* whole, Scratch& scratch);
+
 namespace {
 
 namespace hn = hwy::HWY_NAMESPACE;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA driver with every body, the kernels around it (pointer tables, head, checks), and the launches. Compiled
-// with -fmad=false: bodies must round every operation by itself.
+// The CUDA driver with the baselines' bodies, the kernels around it (pointer tables, head, checks), and what the runner calls.
+// The methods' bodies are cuda_methods.cu's, so that the two compile side by side. Compiled with -fmad=false: bodies must round
+// every operation by itself.
 #include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
@@ -20,95 +21,8 @@ namespace {
 #include "device/cuda_head.cuh"
 #include "device/cuda_driver.cuh"
 #include "device/cuda_fast.cuh"
+#include "device/cuda_launch.cuh"
 #include "device/cuda_select.cuh"
-
-int multiprocessors() {
-  static const int count = [] {
-    int device = 0, sms = 1;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    return sms;
-  }();
-  return count;
-}
-
-unsigned limited(uint64_t wanted, int per_sm) {
-  return static_cast<unsigned>(std::max<uint64_t>(1, std::min<uint64_t>(wanted, static_cast<uint64_t>(multiprocessors()) * std::max(per_sm, 1))));
-}
-
-// Enough thread blocks to fill the device, no more: kernels walk over their items, and add one partial sum each.
-// `extra` thread blocks come before those, for tails and for the head of a message.
-template <auto kKernel, unsigned kShared = 0>
-void launch(CudaJob job, uint64_t items, unsigned items_per_block, unsigned threads, cudaStream_t stream, unsigned extra = 0) {
-  static const int per_sm = [&] {
-    int blocks = 1;
-    if (kShared > 0) cuda_throw(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared), "shared memory");
-    cuda_throw(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, threads, kShared), "occupancy");
-    return blocks;
-  }();
-  const unsigned room = limited(~uint64_t{0}, per_sm);
-  job.main_blocks = std::min(limited(div_up(items, items_per_block), per_sm), room > extra ? room - extra : 1);
-  kKernel<<<job.main_blocks + extra, threads, kShared, stream>>>(job);
-  cuda_throw(cudaGetLastError(), "kernel launch");
-}
-
-unsigned tail_blocks(const CudaJob& job) { return job.tails ? limited(job.piece_count, 1) : 0; }
-
-struct EncodeCall {
-  const CudaJob& job;
-  cudaStream_t stream;
-  template <class B>
-  void run() {
-    if constexpr (B::kCodeBits <= 8) {
-      if (chunked(job.scheme)) {
-        if (job.feedback)
-          launch<encode_chunks<B, true>>(job, job.items, 1, 1024, stream);
-        else
-          launch<encode_chunks<B, false>>(job, job.items, 1, 1024, stream);
-        return;
-      }
-    }
-    if (job.feedback)
-      run_blocks<B, true>();
-    else
-      run_blocks<B, false>();
-  }
-  template <class B, bool kFeedback>
-  void run_blocks() {
-    if (!block_wise(job.scheme)) {
-      launch<encode_blocks<B, kFeedback, false>>(job, job.items, 8, 256, stream);
-      return;
-    }
-    if (job.tails) launch<encode_blocks<B, kFeedback, true>>(job, job.piece_count, 1, 256, stream);
-    if constexpr (!kFeedback) {
-      if (job.dtype == DType::f32 && job.aligned) {
-        launch<encode_full_blocks<B, false, true>, 8 * 2 * kBlock * sizeof(float)>(job, job.items, 8, 256, stream);
-        return;
-      }
-    }
-    launch<encode_full_blocks<B, kFeedback, false>>(job, job.items, 8, 256, stream);
-  }
-};
-
-struct DecodeCall {
-  const CudaJob& job;
-  cudaStream_t stream;
-  template <class B>
-  void run() {
-    const unsigned head = job.head.expected ? 1 : 0;
-    if (!block_wise(job.scheme)) {
-      launch<decode_blocks<B>>(job, block_count(job), 8, 256, stream, head);
-      return;
-    }
-    if constexpr (B::kCodeBits <= 4 && 4 % B::kCodeBits == 0) {
-      if (job.aligned && job.dtype == DType::f32 && !job.add) {
-        launch<decode_full_blocks<B, true>>(job, block_count(job), 8, 256, stream, tail_blocks(job) + head);
-        return;
-      }
-    }
-    launch<decode_full_blocks<B, false>>(job, block_count(job), 8, 256, stream, tail_blocks(job) + head);
-  }
-};
 
 // Kernel arguments carry the addresses: unlike a copy from host memory, a launch never waits. One launch takes kPack of them.
 constexpr size_t kPack = 480;
@@ -158,6 +72,21 @@ __global__ void finish_decode_kernel(const __grid_constant__ CudaJob job, uint32
   }
 }
 
+// As begin_kernel: what to copy travels as an argument, so that nothing waits.
+constexpr size_t kPickPack = 96;
+struct PickPack {
+  CudaPick p[kPickPack];
+};
+__global__ void sample_kernel(const __grid_constant__ PickPack pack, DType residual, float loss_scale, float* out) {
+  const CudaPick& pick = pack.p[blockIdx.x];
+  for (uint32_t i = threadIdx.x; i < kBlock; i += blockDim.x) {
+    const uint64_t at = pick.block * kBlock + i;
+    float x = at < pick.count ? widen_at(pick.in, pick.dtype, at) : 0.0f;
+    if (at < pick.count && pick.before) x = x + widen_at(pick.before, residual, at) * loss_scale;
+    out[blockIdx.x * kBlock + i] = x;
+  }
+}
+
 template <bool kFeedback>
 void encode_selected(const CudaJob& job, cudaStream_t stream) {
   if (job.scheme.unit) {
@@ -194,6 +123,7 @@ void cuda_begin(const CudaBegin& begin, const void* const* host, const void** de
 
 void cuda_encode(const CudaJob& job, cudaStream_t stream) {
   if (job.items == 0) return;
+  if (job.scheme.body == Body::clusters) return cuda_encode_sketch(job, stream);
   if (job.scheme.unit == 0 && job.scheme.stat != Stat::none || job.scheme.body == Body::select && job.scheme.unit == 0)
     cuda_throw(cudaMemsetAsync(job.tops, 0, job.piece_count * sizeof(uint32_t), stream), "memset");
   if (job.scheme.body == Body::select) {
@@ -209,7 +139,7 @@ void cuda_encode(const CudaJob& job, cudaStream_t stream) {
       launch<whole_max<true>>(job, job.items, 8, 256, stream);
     else
       launch<whole_max<false>>(job, job.items, 8, 256, stream);
-    if (job.scheme.stat != Stat::absmax) {
+    if (needs_sums(job.scheme.stat)) {
       if (job.feedback)
         launch<whole_sums<true>>(job, job.items, 8, 256, stream);
       else
@@ -217,12 +147,15 @@ void cuda_encode(const CudaJob& job, cudaStream_t stream) {
     }
     launch<whole_sides>(job, job.piece_count, 128, 128, stream);
   }
+  if (runtime_bits(job.scheme)) return cuda_encode_methods(job, stream);
   EncodeCall call{job, stream};
   with_body(job.scheme, call);
 }
 
 void cuda_decode(const CudaJob& job, cudaStream_t stream) {
   if (job.items == 0) return;
+  if (job.scheme.body == Body::clusters) return cuda_decode_sketch(job, stream);
+  if (runtime_bits(job.scheme)) return cuda_decode_methods(job, stream);
   if (job.scheme.body != Body::select) {
     DecodeCall call{job, stream};
     with_body(job.scheme, call);
@@ -232,6 +165,16 @@ void cuda_decode(const CudaJob& job, cudaStream_t stream) {
   launch<select_fill>(job, block_count(job), 8, 256, stream);
   const dim3 blocks(limited(job.scheme.unit ? job.items : job.piece_count, 8), job.scheme.unit ? 1 : 64);
   select_scatter<<<blocks, 256, 0, stream>>>(job);
+  cuda_throw(cudaGetLastError(), "kernel launch");
+}
+
+void cuda_sample(std::span<const CudaPick> picks, DType residual, float loss_scale, float* out, cudaStream_t stream) {
+  for (size_t at = 0; at < picks.size(); at += kPickPack) {
+    PickPack pack;
+    const size_t n = std::min(kPickPack, picks.size() - at);
+    std::copy(picks.begin() + at, picks.begin() + at + n, pack.p);
+    sample_kernel<<<static_cast<unsigned>(n), 256, 0, stream>>>(pack, residual, loss_scale, out + at * kBlock);
+  }
   cuda_throw(cudaGetLastError(), "kernel launch");
 }
 

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <map>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,7 @@ struct Parameter {
   double low = 0, high = 0;  // numbers; both ends allowed
   std::vector<std::string> choices;
   std::string meaning;
+  bool learning = false;  // says how the codec learns, not how a step is encoded
 
   std::string allowed() const;                          // in words
   std::string canonical(const std::string& value) const;  // throws Error{usage}
@@ -32,13 +34,20 @@ struct Values {
   uint32_t integer(const std::string& name) const { return static_cast<uint32_t>(std::stoul(text.at(name))); }
 };
 
+// What a codec learned, as it stands in a message: words whose meaning is the codec's.
+using Table = std::span<const uint32_t>;
+
 struct CodecDef {
   std::string name;
   std::string summary;
   std::string example;
   std::vector<Parameter> parameters;
-  std::function<Scheme(const Values&)> scheme;
+  std::function<Scheme(const Values&)> scheme;  // may throw Error{usage} where values do not go together
   std::function<Traits(const Values&)> traits;
+  // Codecs that learn. `apply` puts a table (of any content: it may come from a message) into a scheme, and what the drivers look up
+  // into `floats`, which stays where it is; it throws Error{usage, "table"}. An empty table means the defaults.
+  std::function<void(const Values&, Table, Scheme&, std::vector<float>& floats)> apply = {};
+  std::function<std::vector<std::string>(const Values&, Table)> describe = {};
 };
 
 #define GW_CODEC(name) CodecDef codec_##name();

@@ -3,10 +3,12 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 
 #include "codec/define.h"
+#include "device/regions.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -76,8 +78,21 @@ struct Codec::Impl {
   Scheme scheme;
   Traits traits;
   std::string text;
+  std::vector<uint32_t> table;
+  std::vector<float> floats;  // what scheme.table points to
 
-  Impl(const CodecDef& d, Values v) : def(&d), values(std::move(v)), scheme(d.scheme(values)), traits(d.traits(values)) {
+  Impl(const CodecDef& d, Values v, Table t)
+      : def(&d), values(std::move(v)), scheme(d.scheme(values)), traits(d.traits(values)), table(t.begin(), t.end()) {
+    traits.learns = d.apply != nullptr;
+    if (d.apply)
+      d.apply(values, table, scheme, floats);
+    else if (!table.empty())
+      throw Error(ErrorKind::usage, fmt::format("table has {} words; {} learns nothing and has none", table.size(), d.name), "table");
+    if (!floats.empty()) {
+      floats.resize(std::max<size_t>(floats.size(), 32));  // vectors load whole tables
+      scheme.table = floats.data();
+      scheme.table_size = static_cast<uint32_t>(floats.size());
+    }
     text = d.name;
     char separator = ':';
     for (const Parameter& p : d.parameters) {
@@ -131,7 +146,7 @@ Codec Codec::parse(std::string_view spec) {
     given[key] = true;
     values.text[key] = parameter->canonical(std::string(item.substr(equals + 1)));
   }
-  return Codec(std::make_shared<Impl>(*def, std::move(values)));
+  return Codec(std::make_shared<Impl>(*def, std::move(values), Table{}));
 }
 
 std::string Codec::str() const { return impl_->text; }
@@ -157,6 +172,15 @@ Codec Codec::with(std::string_view parameter, std::string_view value) const {
     separator = ',';
   }
   return parse(spec);
+}
+
+std::span<const uint32_t> Codec::table() const { return impl_->table; }
+Codec Codec::fitted(std::span<const uint32_t> table) const { return Codec(std::make_shared<Impl>(*impl_->def, impl_->values, table)); }
+std::vector<std::string> Codec::describe() const {
+  return impl_->def->describe ? impl_->def->describe(impl_->values, impl_->table) : std::vector<std::string>{};
+}
+bool operator==(const Codec& a, const Codec& b) {
+  return a.impl_ == b.impl_ || (a.impl_->text == b.impl_->text && a.impl_->table == b.impl_->table);
 }
 
 const std::vector<CodecInfo>& codecs() {

@@ -12,7 +12,10 @@ namespace gradwire {
 namespace {
 
 // The down stage has one sender per element, so nothing averages its random errors out: round to nearest.
-Codec to_nearest(const Codec& codec) { return codec.has("rounding") ? codec.with("rounding", "nearest") : codec; }
+Codec to_nearest(const Codec& codec) {
+  if (codec.has("rounding")) return codec.with("rounding", "nearest");
+  return codec.name() == "optquant" ? codec.with("mode", "biased") : codec;
+}
 
 // A lossless codec leaves no residual: room for one would be zeros for ever.
 bool wants_residual(const Codec& codec, ReduceOptions::Feedback choice) {

@@ -2,6 +2,8 @@
 // The all-reduce. `gather` is an UpStage with everybody as the owner of everything; `scatter` is an UpStage and a
 // DownStage. A step that fails is rolled back here, so that it changes no residual.
 #include <algorithm>
+#include <map>
+#include <optional>
 #include <utility>
 
 #include "collective/issuer.h"
@@ -22,6 +24,7 @@ struct Request {
   std::vector<const void*> in;
   std::vector<void*> out;
   float loss_scale;
+  double rate;
 };
 
 void narrow(const float* from, void* to, uint64_t count, DType dtype) {
@@ -39,6 +42,11 @@ struct Reducer::State {
   std::unique_ptr<UpStage> up;
   std::unique_ptr<DownStage> down;  // scatter
   ErrorFeedback feedback;
+  std::unique_ptr<Learning> up_learning, down_learning;
+  std::map<std::string, std::vector<std::byte>> kept;  // the notes that this reducer wrote last
+  std::map<std::string, std::vector<std::byte>> undo;  // ... and those before the step that may still be rolled back
+  std::optional<uint64_t> undo_step;
+  double rate = 0;
   uint64_t terms = 0;
   std::unique_ptr<Block> scratch;  // f32 sums that cannot stand in the outputs
   std::vector<float*> in_scratch;  // per shard of up->mine(); null: summed in the output itself
@@ -56,6 +64,9 @@ struct Reducer::State {
       down = std::make_unique<DownStage>(engine, *job);
       job->add_residuals(feedback, down->mine(), Side::down);
     }
+    up_learning = std::make_unique<Learning>(*job, Side::up, engine);
+    down_learning = std::make_unique<Learning>(*job, Side::down, engine);
+    keep();
     uint64_t floats = 0;
     std::vector<uint64_t> offsets;
     for (const Shard& shard : up->mine()) {
@@ -67,6 +78,54 @@ struct Reducer::State {
       in_scratch.push_back(summed_in_output(up->mine()[i]) ? nullptr : scratch->floats() + offsets[i]);
   }
 
+  // The codecs of a step; what was learned may have been restored with the residuals since the last one.
+  void recode(const Request& request) {
+    if (feedback.notes() != kept) {
+      up_learning->restore(feedback);
+      down_learning->restore(feedback);
+      kept = feedback.notes();
+    }
+    recode_up(request);
+    recode_down(request);
+  }
+  void recode_up(const Request& request) {
+    if (up_learning->empty()) return;
+    job->up = up_learning->codecs(request.step, request.rate);
+    up->recode();
+  }
+  void recode_down(const Request& request) {
+    if (!down || down_learning->empty()) return;
+    job->down = down_learning->codecs(request.step, request.rate);
+    down->recode();
+  }
+  void learn(uint64_t step) {
+    up_learning->learn(engine, step, false);
+    if (down) down_learning->learn(engine, step, false);
+    keep();
+  }
+  void keep() {
+    up_learning->keep(feedback);
+    if (down) down_learning->keep(feedback);
+    kept = feedback.notes();
+  }
+  // A step that is rolled back has taught nothing.
+  void unlearn(uint64_t step) {
+    if (undo_step != step) return;
+    for (const auto& [name, bytes] : undo) feedback.set_note(name, bytes);
+    up_learning->restore(feedback);
+    down_learning->restore(feedback);
+    kept = feedback.notes();
+    undo_step.reset();
+  }
+  // Ranks that learned different things must not exchange data.
+  uint64_t agreed_terms() const {
+    uint64_t h = terms;
+    for (const auto* codecs : {&job->up, &job->down})
+      for (const Codec& codec : *codecs)
+        for (uint32_t word : codec.table()) h = mix64(h ^ word);
+    return h;
+  }
+
   void run(const Request& request) {
     bool begun = false;
     try {
@@ -75,26 +134,46 @@ struct Reducer::State {
           [&] {
             job->check_pointers(request.in, "in");
             job->check_pointers({request.out.data(), request.out.size()}, "out");
+            recode(request);
             const StepContext context{request.step, &feedback, request.loss_scale};
             up->begin(context);
             begun = true;
             if (down) down->begin(context);
           },
-          [&](std::exception_ptr failure) { agree_step(engine, terms, request.step, request.loss_scale, failure); },
-          [&] { move(request); });
+          [&](std::exception_ptr failure) { agree_step(engine, agreed_terms(), request.step, request.loss_scale, failure); },
+          [&] {
+            move(request);
+            learn(request.step);
+          });
     } catch (...) {
       if (begun) feedback.rollback(request.step);
+      unlearn(request.step);
       throw;
     }
   }
 
   void move(const Request& request) {
+    undo_step = request.step;
+    undo = kept;
     std::vector<float*> sums = in_scratch;
     for (size_t i = 0; i < sums.size(); ++i)
       if (!sums[i]) sums[i] = static_cast<float*>(request.out[up->mine()[i].tensor]);
-    up->run(request.step, request.in, sums);
+    if (up_learning->ahead()) {
+      up->look_ahead(request.step, request.in, *up_learning);
+      up_learning->learn(engine, request.step, true);
+      recode_up(request);
+    }
+    up->run(request.step, request.in, sums, up_learning.get());
     finish_sums(*job, engine.size(), up->mine(), sums);
-    if (down) return down->run(request.step, std::vector<const float*>(sums.begin(), sums.end()), request.out);
+    if (down) {
+      const std::vector<const float*> values(sums.begin(), sums.end());
+      if (down_learning->ahead()) {
+        down->look_ahead(request.step, values, *down_learning);
+        down_learning->learn(engine, request.step, true);
+        recode_down(request);
+      }
+      return down->run(request.step, values, request.out, down_learning.get());
+    }
     for (size_t i = 0; i < sums.size(); ++i) {
       const Shard& shard = up->mine()[i];
       if (in_scratch[i]) narrow(sums[i], request.out[shard.tensor], shard.count, job->tensors[shard.tensor].dtype);
@@ -121,7 +200,7 @@ Reducer::~Reducer() { state_->issuer->finish(); }
 
 Handle Reducer::start(uint64_t step, std::span<const void* const> in, std::span<void* const> out, float loss_scale) {
   State* const state = state_.get();
-  Request request{step, {in.begin(), in.end()}, {out.begin(), out.end()}, loss_scale};
+  Request request{step, {in.begin(), in.end()}, {out.begin(), out.end()}, loss_scale, state->rate};
   return Handle(
       std::make_unique<Pending>(state->issuer->submit([state, request = std::move(request)] { state->run(request); })));
 }
@@ -138,6 +217,14 @@ void Reducer::commit(uint64_t step) {
 void Reducer::rollback(uint64_t step) {
   state_->issuer->finish();
   state_->feedback.rollback(step);
+  state_->unlearn(step);
+}
+
+void Reducer::set_rate(double rate) { state_->rate = rate; }
+
+std::vector<Codec> Reducer::codecs(Side side) const {
+  state_->issuer->finish();
+  return side == Side::up ? state_->job->up : state_->job->down;
 }
 
 ErrorFeedback& Reducer::feedback() { return state_->feedback; }

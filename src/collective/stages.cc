@@ -35,6 +35,14 @@ std::vector<std::vector<Shard>> by_owner(const Job& job, int world) {
   return lists;
 }
 
+// What a coder shows to those who learn.
+Coder::Look look_at(Learning* learning, std::span<const Shard> shards, uint64_t step, bool ahead) {
+  if (!learning || learning->empty()) return {};
+  return [=](Runner& runner, std::span<const void* const> tensors, const Residuals* residuals, ConstBytes message) {
+    learning->look(runner, shards, step, tensors, residuals, message, ahead);
+  };
+}
+
 std::vector<Bytes> views(std::span<const Block> blocks) {
   std::vector<Bytes> all;
   for (const Block& block : blocks) all.push_back(block.bytes());
@@ -48,17 +56,28 @@ Block::Block(size_t bytes)
 void Block::Free::operator()(std::byte* data) const { ::operator delete (data, std::align_val_t{64}); }
 
 Coder::Coder(std::vector<TensorSpec> specs, const Device& device)
-    : plan_(std::move(specs)), runner_(make_runner(plan_, device)) {}
+    : device_(device), plan_(std::move(specs)), runner_(make_runner(plan_, device)) {}
+
+void Coder::recode(std::vector<TensorSpec> specs) {
+  bool same = true;
+  for (size_t i = 0; i < specs.size(); ++i) same &= specs[i].codec == plan_.tensors()[i].codec;
+  if (same) return;
+  runner_.reset();
+  plan_ = Plan(std::move(specs));
+  runner_ = make_runner(plan_, device_);
+}
 
 void Coder::begin(ErrorFeedback* feedback, Side side, uint64_t step, float loss_scale) {
   residuals_.reset();
   if (feedback) residuals_ = feedback->begin(side, step, plan_.tensors(), loss_scale);
 }
 
-void Coder::encode(std::span<const void* const> shards, const Stamp& stamp, Bytes message) {
-  runner_->encode(shards, stamp, message, residuals_ ? &residuals_->residuals : nullptr);
+void Coder::encode(std::span<const void* const> shards, const Stamp& stamp, Bytes message, const Look& look, bool again) {
+  const Residuals* residuals = residuals_ ? &residuals_->residuals : nullptr;
+  runner_->encode(shards, stamp, message, residuals);
   runner_->wait();
-  residuals_.reset();
+  if (look) look(*runner_, shards, residuals, message);
+  if (!again) residuals_.reset();
 }
 
 void Coder::decode(ConstBytes message, std::span<void* const> shards, Write write, const Stamp& expected) {
@@ -67,19 +86,33 @@ void Coder::decode(ConstBytes message, std::span<void* const> shards, Write writ
 }
 
 UpStage::UpStage(Engine& engine, const Job& job, Owners owners) : engine_(engine), job_(job), owners_(owners) {
-  const auto world = static_cast<size_t>(engine.size()), me = static_cast<size_t>(engine.rank());
+  const auto me = static_cast<size_t>(engine.rank());
   if (owners == Owners::shards)
     shards_ = by_owner(job, engine.size());
   else
     shards_.push_back(job.whole());
   mine_ = owners == Owners::shards ? shards_[me] : shards_[0];
-  for (const std::vector<Shard>& list : shards_) {
+  for (const std::vector<Shard>& list : shards_)
     writers_.push_back(std::make_unique<Coder>(job.specs(list, Side::up, false), job.device()));
-    if (owners == Owners::shards) sent_.emplace_back(writers_.back()->message_bytes());
-  }
   reader_ = std::make_unique<Coder>(job.specs(mine_, Side::up, true), job.device());
+  make_room();
+}
+
+// Messages have the size that the codecs of the step give.
+void UpStage::make_room() {
+  const auto world = static_cast<size_t>(engine_.size()), me = static_cast<size_t>(engine_.rank());
+  sent_.clear();
+  received_.clear();
+  if (owners_ == Owners::shards)
+    for (const auto& writer : writers_) sent_.emplace_back(writer->message_bytes());
   for (size_t p = 0; p < world; ++p)
-    received_.emplace_back(owners == Owners::shards && p == me ? 0 : reader_->message_bytes());
+    received_.emplace_back(owners_ == Owners::shards && p == me ? 0 : reader_->message_bytes());
+}
+
+void UpStage::recode() {
+  for (size_t m = 0; m < writers_.size(); ++m) writers_[m]->recode(job_.specs(shards_[m], Side::up, false));
+  reader_->recode(job_.specs(mine_, Side::up, true));
+  make_room();
 }
 
 void UpStage::begin(const StepContext& context) {
@@ -87,12 +120,21 @@ void UpStage::begin(const StepContext& context) {
   for (auto& writer : writers_) writer->begin(context.feedback, Side::up, context.step, context.loss_scale);
 }
 
-void UpStage::run(uint64_t step, std::span<const void* const> in, std::span<float* const> sums) {
+void UpStage::encode(uint64_t step, std::span<const void* const> in, Learning* learning, bool ahead) {
+  const auto me = static_cast<size_t>(engine_.rank());
+  const std::vector<Bytes> written = owners_ == Owners::shards ? views(sent_) : std::vector{received_[me].bytes()};
+  for (size_t m = 0; m < writers_.size(); ++m)
+    writers_[m]->encode(locate(job_, shards_[m], in), stamp_of(engine_, job_, step, kUp, me), written[m],
+                        look_at(learning, shards_[m], step, ahead), ahead);
+}
+
+void UpStage::look_ahead(uint64_t step, std::span<const void* const> in, Learning& learning) { encode(step, in, &learning, true); }
+
+void UpStage::run(uint64_t step, std::span<const void* const> in, std::span<float* const> sums, Learning* learning) {
   const auto me = static_cast<size_t>(engine_.rank());
   const std::vector<Bytes> recv = views(received_);
   const std::vector<Bytes> written = owners_ == Owners::shards ? views(sent_) : std::vector{recv[me]};
-  for (size_t m = 0; m < writers_.size(); ++m)
-    writers_[m]->encode(locate(job_, shards_[m], in), stamp_of(engine_, job_, step, kUp, me), written[m]);
+  encode(step, in, learning, false);
 
   std::vector<ConstBytes> messages(recv.begin(), recv.end());
   if (owners_ == Owners::shards) {
@@ -117,11 +159,27 @@ uint64_t UpStage::bytes_sent() const {
 
 DownStage::DownStage(Engine& engine, const Job& job)
     : engine_(engine), job_(job), shards_(by_owner(job, engine.size())) {
-  for (const std::vector<Shard>& list : shards_) {
+  for (const std::vector<Shard>& list : shards_)
     readers_.push_back(std::make_unique<Coder>(job.specs(list, Side::down, false), job.device()));
-    received_.emplace_back(readers_.back()->message_bytes());
-  }
   writer_ = std::make_unique<Coder>(job.specs(mine(), Side::down, true), job.device());
+  make_room();
+}
+
+void DownStage::make_room() {
+  received_.clear();
+  for (const auto& reader : readers_) received_.emplace_back(reader->message_bytes());
+}
+
+void DownStage::recode() {
+  for (size_t p = 0; p < readers_.size(); ++p) readers_[p]->recode(job_.specs(shards_[p], Side::down, false));
+  writer_->recode(job_.specs(mine(), Side::down, true));
+  make_room();
+}
+
+void DownStage::look_ahead(uint64_t step, std::span<const float* const> values, Learning& learning) {
+  const auto me = static_cast<size_t>(engine_.rank());
+  writer_->encode(std::vector<const void*>(values.begin(), values.end()), stamp_of(engine_, job_, step, kDown, me), received_[me].bytes(),
+                  look_at(&learning, mine(), step, true), true);
 }
 
 void DownStage::begin(const StepContext& context) {
@@ -132,10 +190,10 @@ void DownStage::begin(const StepContext& context) {
   writer_->begin(context.feedback, Side::down, context.step, context.loss_scale * scale);
 }
 
-void DownStage::run(uint64_t step, std::span<const float* const> values, std::span<void* const> out) {
+void DownStage::run(uint64_t step, std::span<const float* const> values, std::span<void* const> out, Learning* learning) {
   const auto me = static_cast<size_t>(engine_.rank());
   const std::vector<const void*> from(values.begin(), values.end());
-  writer_->encode(from, stamp_of(engine_, job_, step, kDown, me), received_[me].bytes());
+  writer_->encode(from, stamp_of(engine_, job_, step, kDown, me), received_[me].bytes(), look_at(learning, mine(), step, false));
   engine_.all_gather(received_[me].bytes(), views(received_)).wait();
   for (size_t p = 0; p < readers_.size(); ++p)
     readers_[p]->decode(received_[p].bytes(), locate(job_, shards_[p], out), Write::set,

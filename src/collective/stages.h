@@ -11,11 +11,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "collective/job.h"
+#include "collective/learning.h"
 
 namespace gradwire {
 
@@ -39,11 +41,15 @@ class Coder {
  public:
   Coder(std::vector<TensorSpec> specs, const Device& device);
   size_t message_bytes() const { return plan_.message_bytes(); }
+  void recode(std::vector<TensorSpec> specs);  // the same tensors with other codecs, also between begin() and encode()
   void begin(ErrorFeedback* feedback, Side side, uint64_t step, float loss_scale);
-  void encode(std::span<const void* const> shards, const Stamp& stamp, Bytes message);
+  // `look`, where given, sees what was encoded; with `again` the residuals stay for a second encoding of the step.
+  using Look = std::function<void(Runner&, std::span<const void* const> tensors, const Residuals*, ConstBytes message)>;
+  void encode(std::span<const void* const> shards, const Stamp& stamp, Bytes message, const Look& look = {}, bool again = false);
   void decode(ConstBytes message, std::span<void* const> shards, Write write, const Stamp& expected);
 
  private:
+  Device device_;
   Plan plan_;
   std::unique_ptr<Runner> runner_;
   std::unique_ptr<ErrorFeedback::Pointers> residuals_;
@@ -60,13 +66,19 @@ class UpStage {
  public:
   enum class Owners { shards, everybody };
   UpStage(Engine& engine, const Job& job, Owners owners);
+  void recode();  // after the job's codecs have changed
   void begin(const StepContext& context);
+  // Encodes for those who must see a step before it is encoded for good.
+  void look_ahead(uint64_t step, std::span<const void* const> in, Learning& learning);
   // `sums`: where the f32 sums of this rank's shards go, in their order. They may be the memory of `in`.
-  void run(uint64_t step, std::span<const void* const> in, std::span<float* const> sums);
+  void run(uint64_t step, std::span<const void* const> in, std::span<float* const> sums, Learning* learning = nullptr);
   const std::vector<Shard>& mine() const { return mine_; }
   uint64_t bytes_sent() const;
 
  private:
+  void encode(uint64_t step, std::span<const void* const> in, Learning* learning, bool ahead);
+  void make_room();
+
   Engine& engine_;
   const Job& job_;
   Owners owners_;
@@ -80,13 +92,17 @@ class UpStage {
 class DownStage {
  public:
   DownStage(Engine& engine, const Job& job);
+  void recode();
   void begin(const StepContext& context);
+  void look_ahead(uint64_t step, std::span<const float* const> values, Learning& learning);
   // `values`: the f32 values of this rank's shards, in their order.
-  void run(uint64_t step, std::span<const float* const> values, std::span<void* const> out);
+  void run(uint64_t step, std::span<const float* const> values, std::span<void* const> out, Learning* learning = nullptr);
   const std::vector<Shard>& mine() const { return shards_[static_cast<size_t>(engine_.rank())]; }
   uint64_t bytes_sent() const;
 
  private:
+  void make_room();
+
   Engine& engine_;
   const Job& job_;
   std::vector<std::vector<Shard>> shards_;  // per owner

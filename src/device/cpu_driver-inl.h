@@ -260,7 +260,18 @@ struct Driver {
 
   template <class B, bool kOne, bool kFeedback>
   static void encode_full(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key,
-                          bool nearest, uint32_t* words) {
+                          const Scheme& scheme, uint32_t* codes, uint32_t* words) {
+    if constexpr (B::kCodeBits == 0) {
+      make_codes<B, kOne, kFeedback>(x, residual, params, unscale, key, scheme.nearest, kLane, codes);
+      pack_block(scheme.bits, codes, words);
+    } else {
+      encode_fused<B, kOne, kFeedback>(x, residual, params, unscale, key, scheme.nearest, words);
+    }
+  }
+
+  // Packed as they are made, without a store in between.
+  template <class B, bool kOne, bool kFeedback>
+  static void encode_fused(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key, bool nearest, uint32_t* words) {
     for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
       Rows r{x, residual, params, unscale, words, lane, nearest, 0, {}, {}, {}, {}};
       r.counter = L::add_u(L::mul_u(L::iota(lane), L::set_u(kWeyl)), L::set_u(static_cast<uint32_t>(key)));
@@ -274,30 +285,86 @@ struct Driver {
     }
   }
 
+  // The codes of the first rows of a block, one a word.
+  template <class B, bool kOne, bool kFeedback>
+  static void make_codes(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key, bool nearest, uint32_t rows, uint32_t* codes) {
+    const U key0 = L::set_u(static_cast<uint32_t>(key)), key1 = L::set_u(static_cast<uint32_t>(key >> 32));
+    for (uint32_t row = 0; row < rows; row += 2)
+      for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
+        U rnd = L::set_u(0x80008000u);
+        if (B::kRandom && !nearest) rnd = random(L::add_u(L::mul_u(L::iota(row / 2 * 32 + lane), L::set_u(kWeyl)), key0), key1);
+        for (uint32_t r = row; r < row + 2 && r < rows; ++r, rnd = L::template shr<16>(rnd)) {
+          const UnitParams& p = params[kOne ? 0 : r];
+          const F value = L::load(x + r * 32 + lane);
+          const U code = B::template encode<L, !kOne>(value, p, L::and_u(rnd, L::set_u(0xffffu)));
+          if constexpr (kFeedback)
+            L::store(L::mul(L::sub(value, B::template decode<L>(code, p)), L::set(unscale)), residual + r * 32 + lane);
+          L::store_u(code, codes + r * 32 + lane);
+        }
+      }
+  }
+
+  // Codes of a whole block, one a word, to where they stand in the message; and back.
+  template <int kBits>
+  static void pack(const uint32_t* codes, uint32_t* words) {
+    for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
+      U word = L::set_u(0);
+#pragma GCC unroll 32
+      for (int row = 0; row < 32; ++row) {
+        const int place = row * kBits % 32, q = row * kBits / 32;
+        const U code = L::load_u(codes + row * 32 + lane);
+        word = place == 0 ? code : L::or_u(word, L::shl_by(code, place));
+        if (place + kBits >= 32) L::store_u(word, words + q * 32 + lane);
+        if (place + kBits > 32) word = L::shr_by(code, 32 - place);
+      }
+    }
+  }
+  template <int kBits>
+  static void unpack(const uint32_t* words, uint32_t* codes) {
+    const U mask = L::set_u((1u << kBits) - 1);
+    for (uint32_t lane = 0; lane < kLane; lane += L::kWidth)
+#pragma GCC unroll 32
+      for (int row = 0; row < 32; ++row) {
+        const int place = row * kBits % 32, q = row * kBits / 32;
+        U code = L::shr_by(L::load_u(words + q * 32 + lane), place);
+        if (place + kBits > 32) code = L::or_u(code, L::shl_by(L::load_u(words + (q + 1) * 32 + lane), 32 - place));
+        L::store_u(L::and_u(code, mask), codes + row * 32 + lane);
+      }
+  }
+  static void pack_block(int bits, const uint32_t* codes, uint32_t* words) {
+    static constexpr auto kPack = []<int... k>(std::integer_sequence<int, k...>) {
+      return std::array<void (*)(const uint32_t*, uint32_t*), 16>{pack<k + 1>...};
+    }(std::make_integer_sequence<int, 16>());
+    if (bits) kPack[bits - 1](codes, words);
+  }
+  static void unpack_block(int bits, const uint32_t* words, uint32_t* codes) {
+    static constexpr auto kUnpack = []<int... k>(std::integer_sequence<int, k...>) {
+      return std::array<void (*)(const uint32_t*, uint32_t*), 16>{unpack<k + 1>...};
+    }(std::make_integer_sequence<int, 16>());
+    if (bits)
+      kUnpack[bits - 1](words, codes);
+    else
+      std::memset(codes, 0, kBlock * sizeof(uint32_t));
+  }
+
   // The last, partial block: codes first, then packed one after another from bit 0 on.
   template <class B>
   static void encode_tail(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key,
-                          bool nearest, uint64_t n, uint32_t* codes, uint32_t* words) {
-    for (uint32_t row = 0; row < div_up(n, kLane); ++row) {
-      const UnitParams& p = params[row];
-      for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
-        U rnd = L::set_u(0x8000u);
-        if (B::kRandom && !nearest) {
-          const U counter = L::add_u(L::mul_u(L::iota(row / 2 * 32 + lane), L::set_u(kWeyl)), L::set_u(static_cast<uint32_t>(key)));
-          rnd = random(counter, L::set_u(static_cast<uint32_t>(key >> 32)));
-          rnd = row % 2 ? L::template shr<16>(rnd) : L::and_u(rnd, L::set_u(0xffffu));
-        }
-        const F value = L::load(x + row * 32 + lane);
-        const U code = B::template encode<L, true>(value, p, rnd);
-        if (residual) L::store(L::mul(L::sub(value, B::template decode<L>(code, p)), L::set(unscale)), residual + row * 32 + lane);
-        L::store_u(code, codes + row * 32 + lane);
-      }
-    }
+                          bool nearest, uint64_t n, int bits, uint32_t* codes, uint32_t* words) {
+    const uint32_t rows = static_cast<uint32_t>(div_up(n, kLane));
+    if (residual)
+      make_codes<B, false, true>(x, residual, params, unscale, key, nearest, rows, codes);
+    else
+      make_codes<B, false, false>(x, residual, params, unscale, key, nearest, rows, codes);
+    pack_tail(codes, n, bits, words);
+  }
+
+  static void pack_tail(const uint32_t* codes, uint64_t n, int bits, uint32_t* words) {
     uint64_t buffer = 0;
     int filled = 0;
     for (uint64_t i = 0; i < n; ++i) {
       buffer |= uint64_t{codes[i]} << filled;
-      filled += B::kCodeBits;
+      filled += bits;
       if (filled >= 32) {
         *words++ = static_cast<uint32_t>(buffer);
         buffer >>= 32;
@@ -331,40 +398,63 @@ struct Driver {
   }
 
   template <class B, bool kOne, bool kStream>
-  static void decode_full(const uint32_t* words, const UnitParams* params, float* out, U& seen) {
+  static void decode_full(const uint32_t* words, const UnitParams* params, int bits, uint32_t* codes, float* out, U& seen) {
+    if constexpr (B::kCodeBits == 0) {
+      unpack_block(bits, words, codes);
+      return decode_codes<B, kOne, kStream>(codes, params, kLane, out, seen);
+    } else {
+      decode_fused<B, kOne, kStream>(words, params, out, seen);
+    }
+  }
+
+  template <class B, bool kOne, bool kStream>
+  static void decode_fused(const uint32_t* words, const UnitParams* params, float* out, U& seen) {
     for (int row = 0; row < 32; row += kPeriod<B>)
       decode_period<B, kOne, kStream>(words + row * B::kCodeBits, params + (kOne ? 0 : row), out + row * 32, seen,
                                       std::make_integer_sequence<int, kPeriod<B>>());
   }
 
-  template <class B>
-  static uint32_t decode_tail(const uint32_t* words, const UnitParams* params, uint64_t n, uint32_t* codes, float* out) {
+  static void unpack_tail(const uint32_t* words, uint64_t n, int bits, uint32_t* codes) {
     uint64_t buffer = 0;
     int filled = 0;
     for (uint64_t i = 0; i < n; ++i) {
-      if (filled < B::kCodeBits) {
+      if (filled < bits) {
         buffer |= uint64_t{*words++} << filled;
         filled += 32;
       }
-      codes[i] = static_cast<uint32_t>(buffer & ((uint64_t{1} << B::kCodeBits) - 1));
-      buffer >>= B::kCodeBits;
-      filled -= B::kCodeBits;
+      codes[i] = static_cast<uint32_t>(buffer & ((uint64_t{1} << bits) - 1));
+      buffer >>= bits;
+      filled -= bits;
     }
+  }
+
+  template <class B>
+  static uint32_t decode_tail(const uint32_t* words, const UnitParams* params, uint64_t n, int bits, uint32_t* codes, float* out) {
+    unpack_tail(words, n, bits, codes);
     // The rest of the row gets a harmless code.
     for (uint64_t i = n; i < div_up(n, kLane) * kLane; ++i) codes[i] = 0;
     U seen = L::set_u(0);
-    for (uint32_t row = 0; row < div_up(n, kLane); ++row)
+    decode_codes<B, false, false>(codes, params, static_cast<uint32_t>(div_up(n, kLane)), out, seen);
+    return L::reduce_max(seen);
+  }
+
+  template <class B, bool kOne, bool kStream>
+  static void decode_codes(const uint32_t* codes, const UnitParams* params, uint32_t rows, float* out, U& seen) {
+    for (uint32_t row = 0; row < rows; ++row)
       for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
         const U code = L::load_u(codes + row * 32 + lane);
         seen = B::template check<L>(seen, code);
-        L::store(B::template decode<L>(code, params[row]), out + row * 32 + lane);
+        const F value = B::template decode<L>(code, params[kOne ? 0 : row]);
+        if constexpr (kStream)
+          L::stream(value, out + row * 32 + lane);
+        else
+          L::store(value, out + row * 32 + lane);
       }
-    return L::reduce_max(seen);
   }
 
   // --- spans ---------------------------------------------------------------------------------------------------
 
-  static GW_BODY void sum_rows(const uint32_t* words, uint32_t rows, uint64_t first_row, LaneSums& check) {
+  static void sum_rows(const uint32_t* words, uint32_t rows, uint64_t first_row, LaneSums& check) {
     for (uint32_t row = 0; row < rows; ++row) {
       const uint32_t weight = row_weight(static_cast<uint32_t>(first_row + row));
       for (uint32_t lane = 0; lane < kLane; lane += L::kWidth)
@@ -397,7 +487,7 @@ struct Driver {
       const uint64_t unit = (block * kBlock + row * kLane) / scheme.unit;
       const uint32_t top = rows_max(x, row, end);
       Sums sums;
-      if (scheme.stat != Stat::absmax && top < kInfBits) rows_sums(scheme.stat, x, row, end, grid_for(top), sums);
+      if (needs_sums(scheme.stat) && top < kInfBits) rows_sums(scheme.stat, x, row, end, grid_for(top), sums);
       uint32_t side[2];
       make_side(scheme, top, sums, min_u64(scheme.unit, n - row * kLane), side);
       marked |= side[0] == kMarker;
@@ -442,21 +532,22 @@ struct Driver {
         x = scratch.x;
         clear_marked(params, one, scratch.x);
       }
-      uint32_t* words = s.region + block * kLane * B::kCodeBits;
+      const int bits = B::kCodeBits ? B::kCodeBits : scheme.bits;
+      uint32_t* words = s.region + block * kLane * bits;
       if (n == kBlock) {
         if (residual && one)
-          encode_full<B, true, true>(x, residual, params, unscale, key, scheme.nearest, words);
+          encode_full<B, true, true>(x, residual, params, unscale, key, scheme, scratch.codes, words);
         else if (residual)
-          encode_full<B, false, true>(x, residual, params, unscale, key, scheme.nearest, words);
+          encode_full<B, false, true>(x, residual, params, unscale, key, scheme, scratch.codes, words);
         else if (one)
-          encode_full<B, true, false>(x, nullptr, params, unscale, key, scheme.nearest, words);
+          encode_full<B, true, false>(x, nullptr, params, unscale, key, scheme, scratch.codes, words);
         else
-          encode_full<B, false, false>(x, nullptr, params, unscale, key, scheme.nearest, words);
-        sum_rows(words, B::kCodeBits, s.region_index / kLane + block * B::kCodeBits, check);
+          encode_full<B, false, false>(x, nullptr, params, unscale, key, scheme, scratch.codes, words);
+        sum_rows(words, bits, s.region_index / kLane + block * bits, check);
       } else {
         if (one)
           for (UnitParams& p : params) p = params[0];
-        encode_tail<B>(x, residual, params, unscale, key, scheme.nearest, n, scratch.codes, words);
+        encode_tail<B>(x, residual, params, unscale, key, scheme.nearest, n, bits, scratch.codes, words);
         for (uint64_t i = 0; i < tail_words(scheme, s.count); ++i)
           check.add_word(words[i], s.region_index + full_words(scheme, s.count) + i);
       }
@@ -488,24 +579,34 @@ struct Driver {
             params[row] = make_params(scheme, side + (block * kBlock + row * kLane) / scheme.unit * scheme.side);
         }
       }
-      const uint32_t* words = s.region + block * kLane * B::kCodeBits;
+      const int bits = B::kCodeBits ? B::kCodeBits : scheme.bits;
+      const uint32_t* words = s.region + block * kLane * bits;
       float* out = direct ? static_cast<float*>(s.out) + block * kBlock : scratch.x;
       if (n == kBlock) {
         if (one && stream)
-          decode_full<B, true, true>(words, params, out, seen);
+          decode_full<B, true, true>(words, params, bits, scratch.codes, out, seen);
         else if (one)
-          decode_full<B, true, false>(words, params, out, seen);
+          decode_full<B, true, false>(words, params, bits, scratch.codes, out, seen);
         else
-          decode_full<B, false, false>(words, params, out, seen);
+          decode_full<B, false, false>(words, params, bits, scratch.codes, out, seen);
         if (!direct) put(s, block, scratch.x);
       } else {
         if (one)
           for (UnitParams& p : params) p = params[0];
-        bad |= B::bad(decode_tail<B>(words, params, n, scratch.codes, scratch.x));
+        bad |= B::bad(decode_tail<B>(words, params, n, bits, scratch.codes, scratch.x), scheme);
         put(s, block, scratch.x);
       }
     }
-    return bad || B::bad(L::reduce_max(seen));
+    return bad || B::bad(L::reduce_max(seen), scheme);
+  }
+
+  static void classify(const float* x, uint64_t n, const float* thresholds, uint32_t count, uint32_t* codes) {
+    for (uint64_t i = 0; i < n; i += L::kWidth) {
+      const F value = L::load(x + i);
+      U code = L::set_u(0);
+      for (uint32_t t = 0; t < count; ++t) code = L::add_u(code, L::select_u(L::less(value, L::set(thresholds[t])), L::set_u(0), L::set_u(1)));
+      L::store_u(code, codes + i);
+    }
   }
 
   // --- selection -----------------------------------------------------------------------------------------------
@@ -557,5 +658,28 @@ struct Driver {
       const uint64_t key = uint64_t{float_bits(x[i]) & 0x7fffffffu} << 32 | (0xffffffffu - i);
       if (key >= least) indices[kept++] = i;
     }
+  }
+};
+
+// What with_body() and with_method() are given.
+template <class L>
+struct EncodeCall {
+  const Span& span;
+  const UnitParams* whole;
+  Scratch& scratch;
+  LaneSums& check;
+  template <class B>
+  GW_BODY void run() {
+    Driver<L>::template encode<B>(span, whole, scratch, check);
+  }
+};
+template <class L>
+struct DecodeCall {
+  const Span& span;
+  const UnitParams* whole;
+  Scratch& scratch;
+  template <class B>
+  GW_BODY bool run() {
+    return Driver<L>::template decode<B>(span, whole, scratch);
   }
 };

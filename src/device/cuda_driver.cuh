@@ -144,17 +144,77 @@ struct Check {
   }
 };
 
+// Codes of a lane, row after row, to the words of the block; and back. The width is known at run time only: the branch is the
+// same for the whole grid.
+template <int kBits>
+__device__ __forceinline__ void pack_lane(const uint32_t (&code)[32], uint32_t* words, uint32_t row0, Check& check) {
+  uint32_t word = 0;
+#pragma unroll
+  for (int row = 0; row < 32; ++row) {
+    const int place = row * kBits % 32, q = row * kBits / 32;
+    word = place == 0 ? code[row] : word + (code[row] << place);
+    if (place + kBits >= 32) {
+      words[q * 32] = word;
+      check.row(word, row0 + q);
+      word = place + kBits > 32 ? code[row] >> (32 - place) : 0;
+    }
+  }
+}
+template <int kBits>
+__device__ __forceinline__ void unpack_lane(const uint32_t* words, uint32_t row0, uint32_t (&code)[32], Check& check) {
+  uint32_t w[kBits];
+#pragma unroll
+  for (int q = 0; q < kBits; ++q) w[q] = __ldcs(words + q * 32);
+#pragma unroll
+  for (int q = 0; q < kBits; ++q) check.row(w[q], row0 + q);
+#pragma unroll
+  for (int row = 0; row < 32; ++row) {
+    const int place = row * kBits % 32, q = row * kBits / 32;
+    code[row] = w[q] >> place;
+    if (place + kBits > 32) code[row] |= w[q + 1 < kBits ? q + 1 : q] << (32 - place & 31);
+    code[row] &= (1u << kBits) - 1;
+  }
+}
+#define GW_WIDTHS(GW_CASE) \
+  GW_CASE(1) GW_CASE(2) GW_CASE(3) GW_CASE(4) GW_CASE(5) GW_CASE(6) GW_CASE(7) GW_CASE(8) GW_CASE(9) GW_CASE(10) GW_CASE(11) GW_CASE(12) \
+  GW_CASE(13) GW_CASE(14) GW_CASE(15) GW_CASE(16)
+__device__ __forceinline__ void pack_block(int bits, const uint32_t (&code)[32], uint32_t* words, uint32_t row0, Check& check) {
+#define GW_CASE(n) \
+  case n: pack_lane<n>(code, words, row0, check); break;
+  switch (bits) { GW_WIDTHS(GW_CASE) }
+#undef GW_CASE
+}
+__device__ __forceinline__ void unpack_block(int bits, const uint32_t* words, uint32_t row0, uint32_t (&code)[32], Check& check) {
+#define GW_CASE(n) \
+  case n: unpack_lane<n>(words, row0, code, check); break;
+  switch (bits) {
+    GW_WIDTHS(GW_CASE)
+    default:
+#pragma unroll
+      for (int row = 0; row < 32; ++row) code[row] = 0;
+  }
+#undef GW_CASE
+}
+
+// The bits of a code, where the body does not fix them.
+template <class B>
+__device__ __forceinline__ int code_bits(const Scheme& s) {
+  return B::kCodeBits ? B::kCodeBits : s.bits;
+}
+
 template <class B, bool kOne, bool kFeedback>
 __device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, float (&x)[32],
-                                            const UnitParams& one, const UnitParams* rows, Check& check) {
+                                            const UnitParams& one, const UnitParams* rows, uint32_t spread, Check& check) {
   constexpr int kBits = B::kCodeBits;
   const uint64_t key = block_key(job.keys[piece.tensor], piece.first_block + block);
   const uint32_t key1 = static_cast<uint32_t>(key >> 32);
   uint32_t counter = lane * kWeyl + static_cast<uint32_t>(key);
-  uint32_t* words = job.body + piece.region + block * kLane * kBits + lane;
-  const uint64_t row0 = piece.region / kLane + block * kBits;
+  const int bits = code_bits<B>(job.scheme);
+  uint32_t* words = job.body + piece.region + block * kLane * bits + lane;
+  const uint64_t row0 = piece.region / kLane + block * bits;
   const bool nearest = job.scheme.nearest;
   uint32_t rnd = 0x80008000u, word = 0;
+  uint32_t codes[kBits ? 1 : 32];
 #pragma unroll
   for (int row = 0; row < 32; ++row) {
     const int place = row * kBits % 32, q = row * kBits / 32;
@@ -169,9 +229,13 @@ __device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece&
       }
     }
     UnitParams p = one;
-    if constexpr (!kOne) p = rows[row];
+    if constexpr (!kOne) p = rows[row * spread];
     const uint32_t code = B::template encode<ScalarLane, !kOne>(x[row], p, r16);
     if constexpr (kFeedback) x[row] = (x[row] - B::template decode<ScalarLane>(code, p)) * job.unscale;
+    if constexpr (kBits == 0) {
+      codes[row] = code;
+      continue;
+    }
     word = place == 0 ? code : word + (code << place);  // disjoint bits: the sum is the or, in one instruction
     if (place + kBits >= 32) {
       words[q * 32] = word;
@@ -179,13 +243,14 @@ __device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece&
       word = place + kBits > 32 ? code >> (32 - place) : 0;
     }
   }
+  if constexpr (kBits == 0) pack_block(bits, codes, words, static_cast<uint32_t>(row0), check);
 }
 
 // A row of the last, partial block: codes follow one another from bit 0 on, so the 32 codes of a row fill `bits` words, which
 // the first `bits` lanes collect from their neighbours. A marked unit is encoded as zeros.
 template <class B, bool kFeedback>
 __device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t row, uint32_t lane, const UnitParams& p, Check& check) {
-  constexpr int kBits = B::kCodeBits;
+  const int bits = code_bits<B>(job.scheme);
   const uint64_t at = block * kBlock + row * kLane + lane;
   const uint64_t tail = piece.region + full_words(job.scheme, piece.count), words = tail_words(job.scheme, piece.count);
   const void* before = kFeedback ? job.before[piece.tensor] : nullptr;
@@ -203,16 +268,17 @@ __device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint
   uint32_t code = B::template encode<ScalarLane, true>(value, p, r16);
   if (before) store_residual(job, piece, at, (value - B::template decode<ScalarLane>(code, p)) * job.unscale);
   if (at >= piece.count) code = 0;
+  if (B::kCodeBits == 0 && bits == 0) return;
   uint32_t word = 0;
-  const int first = static_cast<int>(lane) * 32 / kBits;  // the first code with a bit in this lane's word
+  const int first = static_cast<int>(lane) * 32 / bits;  // the first code with a bit in this lane's word
 #pragma unroll
-  for (int s = 0; s <= (32 + kBits - 1) / kBits; ++s) {
-    const int from = first + s, shift = from * kBits - static_cast<int>(lane) * 32;
+  for (int s = 0; s <= (32 + bits - 1) / bits; ++s) {
+    const int from = first + s, shift = from * bits - static_cast<int>(lane) * 32;
     const uint32_t c = __shfl_sync(kFull, code, from & 31);
     if (from < 32 && shift < 32) word |= shift >= 0 ? c << shift : c >> -shift;
   }
-  const uint64_t to = uint64_t{row} * kBits + lane;
-  if (lane < kBits && to < words) {
+  const uint64_t to = uint64_t{row} * bits + lane;
+  if (static_cast<int>(lane) < bits && to < words) {
     job.body[tail + to] = word;
     check.loose += word_part(word, tail + to);
   }
@@ -226,33 +292,34 @@ __device__ __forceinline__ void write_side(const CudaJob& job, const CudaPiece& 
   }
 }
 
-// Encodes a block whose parameters are `one`, or rows[0..31] in shared memory; x becomes the residual with feedback. Of a
+// Encodes a block whose parameters are `one`, or rows[0], rows[spread], ... in shared memory; x becomes the residual with feedback. Of a
 // partial block only the rows row0, row0 + step, ... are done.
 template <class B, bool kFeedback>
 __device__ __forceinline__ void encode_block(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, float (&x)[32],
                                              bool is_one, const UnitParams& one, UnitParams* rows, bool marked, Check& check,
                                              uint32_t row0 = 0, uint32_t step = 1) {
   const bool tail = piece.count - block * kBlock < kBlock;
+  const uint32_t spread = is_one ? 0 : 1;
   if (is_one && (tail || one.pre != 1.0f)) {  // these paths read row by row
-    rows[lane] = one;
+    if (lane == 0) rows[0] = one;
     is_one = false;
   }
   __syncwarp();
   if (tail) {
     for (uint32_t row = row0; row * kLane < piece.count - block * kBlock; row += step)
-      encode_tail_row<B, kFeedback>(job, piece, block, row, lane, rows[row], check);
+      encode_tail_row<B, kFeedback>(job, piece, block, row, lane, rows[row * spread], check);
     __syncwarp();
     return;
   }
   if (marked) {
 #pragma unroll
     for (int row = 0; row < 32; ++row)
-      if (float_bits(is_one ? one.a : rows[row].a) == kMarker) x[row] = 0;
+      if (float_bits(is_one ? one.a : rows[row * spread].a) == kMarker) x[row] = 0;
   }
   if (is_one)
-    encode_full<B, true, kFeedback>(job, piece, block, lane, x, one, rows, check);
+    encode_full<B, true, kFeedback>(job, piece, block, lane, x, one, rows, spread, check);
   else
-    encode_full<B, false, kFeedback>(job, piece, block, lane, x, one, rows, check);
+    encode_full<B, false, kFeedback>(job, piece, block, lane, x, one, rows, spread, check);
   if (kFeedback && job.before[piece.tensor] != nullptr) {
     const uint64_t at = block * kBlock + lane;
 #pragma unroll
@@ -290,7 +357,7 @@ __global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ Cud
     } else if (job.scheme.unit == kBlock) {
       const uint32_t top = block_max(x);
       Sums sums;
-      if (job.scheme.stat != Stat::absmax && top < kInfBits) sums = warp_sums(job.scheme.stat, x, grid_for(top));
+      if (needs_sums(job.scheme.stat) && top < kInfBits) sums = warp_sums(job.scheme.stat, x, grid_for(top));
       make_side(job.scheme, top, sums, n, side);
       if (writer) write_side(job, piece, block, side, check);
       one = make_params(job.scheme, side);
@@ -345,7 +412,7 @@ __global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ Cud
 
 template <class B, bool kFeedback>
 __global__ void __launch_bounds__(1024) encode_chunks(const __grid_constant__ CudaJob job) {
-  __shared__ UnitParams shared_rows[32][32];
+  __shared__ UnitParams shared_rows[32];  // one a warp: a block lies in one unit
   __shared__ uint32_t tops[32];
   __shared__ Sums parts[32];
   const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -364,7 +431,7 @@ __global__ void __launch_bounds__(1024) encode_chunks(const __grid_constant__ Cu
     uint32_t top = 0;
     for (uint32_t w = first; w < first + span; ++w) top = max(top, tops[w]);
     Sums sums;
-    if (job.scheme.stat != Stat::absmax) {
+    if (needs_sums(job.scheme.stat)) {
       if (top < kInfBits) sums = warp_sums(job.scheme.stat, x, grid_for(top));
       if (lane == 0) parts[warp] = sums;
       __syncthreads();
@@ -381,7 +448,7 @@ __global__ void __launch_bounds__(1024) encode_chunks(const __grid_constant__ Cu
       make_side(job.scheme, top, sums, min_u64(job.scheme.unit, piece.count - begin), side);
       if (lane == 0 && warp == first) write_side(job, piece, unit, side, check);
       const UnitParams one = make_params(job.scheme, side);
-      encode_block<B, kFeedback>(job, piece, block, lane, x, true, one, shared_rows[warp], side[0] == kMarker, check);
+      encode_block<B, kFeedback>(job, piece, block, lane, x, true, one, shared_rows + warp, side[0] == kMarker, check);
     }
     __syncthreads();
   }
@@ -441,6 +508,7 @@ __global__ void whole_sides(const __grid_constant__ CudaJob job) {
 template <class B, bool kTails>
 __device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, Check& check) {
   constexpr int kBits = B::kCodeBits;
+  const int bits = code_bits<B>(job.scheme);
   const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const Scheme& scheme = job.scheme;
   uint32_t problem = 0;
@@ -459,6 +527,7 @@ __device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, 
 
     // Lane l looks after the parameters of row l; a unit is summed and checked where its first row is.
     UnitParams mine;
+    uint32_t my_side = 0;
     const uint64_t begin = block * kBlock + lane * kLane, unit = unit_elements(scheme, piece.count);
     if (scheme.stat != Stat::none && lane * kLane < n) {
       const uint64_t u = begin / unit;
@@ -472,22 +541,33 @@ __device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, 
         }
       }
       mine = make_params(scheme, side);
+      my_side = side[0];
     }
     const bool is_one = scheme.stat == Stat::none || unit >= kBlock;
-    UnitParams p = mine;
-    if (is_one) {
-      p.a = __shfl_sync(kFull, mine.a, 0);
-      p.b = __shfl_sync(kFull, mine.b, 0);
-    }
+    UnitParams p;
+    const auto take = [&](int row) {  // the parameters of a row
+      if constexpr (kBits == 0) {
+        const uint32_t side[2] = {__shfl_sync(kFull, my_side, row), 0};
+        p = make_params(scheme, side);
+      } else {
+        p.a = __shfl_sync(kFull, mine.a, row);
+        p.b = __shfl_sync(kFull, mine.b, row);
+      }
+    };
+    if (scheme.stat != Stat::none) take(0);
 
     if (n == kBlock) {
-      const uint32_t* words = region + block * kLane * kBits + lane;
-      const uint64_t row0 = piece.region / kLane + block * kBits;
-      uint32_t w[kBits];
+      const uint32_t* words = region + block * kLane * bits + lane;
+      const uint64_t row0 = piece.region / kLane + block * bits;
+      uint32_t w[kBits ? kBits : 32];  // words, or codes
+      if constexpr (kBits == 0) {
+        unpack_block(bits, words, static_cast<uint32_t>(row0), w, check);
+      } else {
 #pragma unroll
-      for (int q = 0; q < kBits; ++q) w[q] = __ldcs(words + q * 32);
+        for (int q = 0; q < kBits; ++q) w[q] = __ldcs(words + q * 32);
 #pragma unroll
-      for (int q = 0; q < kBits; ++q) check.row(w[q], row0 + q);
+        for (int q = 0; q < kBits; ++q) check.row(w[q], row0 + q);
+      }
       const uint64_t at = block * kBlock + lane;
       const bool plain = job.dtype == DType::f32 && !job.add;
       float* to = static_cast<float*>(out) + at;
@@ -495,14 +575,14 @@ __device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, 
       for (int row = 0; row < 32; ++row) {
         constexpr uint32_t kMask = kBits == 32 ? 0xffffffffu : (1u << (kBits % 32)) - 1;
         const int place = row * kBits % 32, q = row * kBits / 32;
-        uint32_t code = w[q] >> place;
-        if (place + kBits > 32) code |= w[q + 1 < kBits ? q + 1 : q] << (32 - place & 31);
-        code &= kMask;
-        seen = B::template check<ScalarLane>(seen, code);
-        if (!is_one) {
-          p.a = __shfl_sync(kFull, mine.a, row);
-          p.b = __shfl_sync(kFull, mine.b, row);
+        uint32_t code = w[kBits ? q : row];
+        if constexpr (kBits != 0) {
+          code >>= place;
+          if (place + kBits > 32) code |= w[q + 1 < kBits ? q + 1 : q] << (32 - place & 31);
+          code &= kMask;
         }
+        seen = B::template check<ScalarLane>(seen, code);
+        if (!is_one) take(row);
         const float value = B::template decode<ScalarLane>(code, p);
         if (plain)
           __stcs(to + row * 32, value);
@@ -514,25 +594,22 @@ __device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, 
       for (uint64_t j = lane + row_first * 32; j < words; j += row_step * 32) {
         const uint32_t word = region[tail + j];
         check.loose += word_part(word, piece.region + tail + j);
-        const uint32_t used = static_cast<uint32_t>(min_u64(32, n * kBits - j * 32));
+        const uint32_t used = static_cast<uint32_t>(min_u64(32, n * bits - j * 32));
         if (used < 32 && word >> used) problem |= kBadPadding;
       }
 #pragma unroll 1
       for (uint32_t row = row_first; row * kLane < n; row += row_step) {
-        if (!is_one) {
-          p.a = __shfl_sync(kFull, mine.a, row);
-          p.b = __shfl_sync(kFull, mine.b, row);
-        }
-        const uint64_t e = row * kLane + lane, bit = e * kBits;
+        if (!is_one) take(static_cast<int>(row));
+        const uint64_t e = row * kLane + lane, bit = e * bits;
         if (e >= n) continue;
-        uint64_t pair = region[tail + bit / 32];
-        if (bit % 32 + kBits > 32) pair |= static_cast<uint64_t>(region[tail + bit / 32 + 1]) << 32;
-        const uint32_t code = static_cast<uint32_t>((pair >> (bit % 32)) & ((uint64_t{1} << kBits) - 1));
+        uint64_t pair = bits ? region[tail + bit / 32] : 0;
+        if (bit % 32 + bits > 32) pair |= static_cast<uint64_t>(region[tail + bit / 32 + 1]) << 32;
+        const uint32_t code = static_cast<uint32_t>((pair >> (bit % 32)) & ((uint64_t{1} << bits) - 1));
         seen = B::template check<ScalarLane>(seen, code);
         store_value(out, job.dtype, job.add, block * kBlock + e, B::template decode<ScalarLane>(code, p));
       }
     }
-    if (B::bad(seen)) problem |= kBadCodes;
+    if (B::bad(seen, scheme)) problem |= kBadCodes;
   }
   return problem;
 }

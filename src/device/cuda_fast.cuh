@@ -85,6 +85,7 @@ __device__ __forceinline__ void copy_block(const float* from, float* to, uint32_
 template <class B, bool kFeedback, bool kAhead>
 __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_constant__ CudaJob job) {
   constexpr int kBits = B::kCodeBits;
+  const int bits = code_bits<B>(job.scheme);
   const uint32_t lane = threadIdx.x & 31;
   const uint64_t stride = job.main_blocks * 8ull;
   const Scheme& scheme = job.scheme;
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
       } else {
         const uint32_t top = block_max(x);
         Sums sums;
-        if (scheme.stat != Stat::absmax && top < kInfBits) sums = warp_sums(scheme.stat, x, grid_for(top));
+        if (needs_sums(scheme.stat) && top < kInfBits) sums = warp_sums(scheme.stat, x, grid_for(top));
         uint32_t side[2];
         make_side(scheme, top, sums, kBlock, side);
         for (uint32_t w = 0; w < scheme.side; ++w) {
@@ -156,9 +157,11 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
 #pragma unroll
         for (int row = 0; row < 32; ++row) x[row] = 0;
       }
-      if (p.pre != 1.0f) {
+      // Range floats are made of the values as they are.
+      if (scheme.body != Body::range && p.pre != 1.0f) {
 #pragma unroll
         for (int row = 0; row < 32; ++row) x[row] *= p.pre;
+        if (scheme.body != Body::levels) p.limit *= p.pre;
       }
     }
 
@@ -166,10 +169,10 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
     const uint32_t key1 = static_cast<uint32_t>(key >> 32);
     const float lower = 1.0f / p.pre;  // a power of two: exact both ways. Lifted values were clipped against p.limit unlifted
     uint32_t counter = lane * kWeyl + static_cast<uint32_t>(key);
-    uint32_t* words = job.body + place.region + block * kLane * kBits + lane;
-    const uint32_t row0 = static_cast<uint32_t>(place.region / kLane + block * kBits);
+    uint32_t* words = job.body + place.region + block * kLane * bits + lane;
+    const uint32_t row0 = static_cast<uint32_t>(place.region / kLane + block * bits);
     uint32_t rnd = 0x80008000u, word = 0;
-    p.limit *= p.pre;
+    uint32_t codes[kBits ? 1 : 32];
 #pragma unroll
     for (int row = 0; row < 32; ++row) {
       const int shift = row * kBits % 32, q = row * kBits / 32;
@@ -185,6 +188,10 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
       }
       const uint32_t code = B::template encode<ScalarLane, false>(x[row], p, r16);
       if constexpr (kFeedback) x[row] = (x[row] * lower - B::template decode<ScalarLane>(code, p)) * job.unscale;
+      if constexpr (kBits == 0) {
+        codes[row] = code;
+        continue;
+      }
       word = shift == 0 ? code : word + (code << shift);
       if (shift + kBits >= 32) {
         words[q * 32] = word;
@@ -192,6 +199,7 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
         word = shift + kBits > 32 ? code >> (32 - shift) : 0;
       }
     }
+    if constexpr (kBits == 0) pack_block(bits, codes, words, row0, check);
     if (kFeedback && place.after) {
       if (job.residual == DType::f32) {
         float* to = static_cast<float*>(place.after) + at;
@@ -215,6 +223,7 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
 template <class B, bool kQuads>
 __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_constant__ CudaJob job) {
   constexpr int kBits = B::kCodeBits;
+  const int bits = code_bits<B>(job.scheme);
   constexpr uint32_t kMask = kBits == 32 ? 0xffffffffu : (1u << (kBits % 32)) - 1;
   const uint32_t lane = threadIdx.x & 31;
   const uint64_t stride = job.main_blocks * 8ull, items = block_count(job);
@@ -238,15 +247,17 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
     place.look(job, chunks ? (i + stride) / 32 : i + stride, job.items);
     const uint64_t block = chunks ? (i / 32 - place.first_item) * 32 + i % 32 : i - place.first_item;
     if (block >= place.full) continue;
-    const uint32_t* words = job.body + place.region + block * kLane * kBits;
-    const uint32_t row0 = static_cast<uint32_t>(place.region / kLane + block * kBits);
+    const uint32_t* words = job.body + place.region + block * kLane * bits;
+    const uint32_t row0 = static_cast<uint32_t>(place.region / kLane + block * bits);
 
-    constexpr int kHeld = kBits <= 16 ? kBits : 16;  // words in registers at a time
+    constexpr int kHeld = kBits == 0 ? 32 : kBits <= 16 ? kBits : 16;  // words in registers at a time; kBits 0: codes
     uint32_t w[kHeld];
     uint4 w4[kQuads ? kBits : 1];
     if constexpr (kQuads) {
 #pragma unroll
       for (int q = 0; q < kBits; ++q) w4[q] = __ldcs(reinterpret_cast<const uint4*>(words + q * 32) + (lane & 7));
+    } else if constexpr (kBits == 0) {
+      unpack_block(bits, words + lane, row0, w, check);
     } else {
 #pragma unroll
       for (int q = 0; q < kHeld; ++q) w[q] = __ldcs(words + q * 32 + lane);
@@ -293,11 +304,13 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
     } else {
       const uint64_t at = block * kBlock + lane;
       float* to = static_cast<float*>(place.out) + at;
+      if constexpr (kBits != 0) {
 #pragma unroll
-      for (int q = 0; q < kHeld; ++q) check.row(w[q], row0 + q);
+        for (int q = 0; q < kHeld; ++q) check.row(w[q], row0 + q);
+      }
 #pragma unroll
       for (int row = 0; row < 32; ++row) {
-        const int shift = row * kBits % 32, q = row * kBits / 32;
+        const int shift = row * kBits % 32, q = kBits ? row * kBits / 32 : row;
         if constexpr (kBits == 32) {  // the second half comes when the first is done
           if (row == 16) {
 #pragma unroll
@@ -308,7 +321,7 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
         }
         uint32_t code = w[q % kHeld] >> shift;
         if (shift + kBits > 32) code |= w[(q + 1) % kHeld] << ((32 - shift) & 31);
-        code &= kMask;
+        if constexpr (kBits != 0) code &= kMask;
         seen = B::template check<ScalarLane>(seen, code);
         const float value = B::template decode<ScalarLane>(code, p);
         if (plain)
@@ -317,7 +330,7 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
           store_value(place.out, job.dtype, job.add, at + row * 32, value);
       }
     }
-    if (B::bad(seen)) problem |= kBadCodes;
+    if (B::bad(seen, scheme)) problem |= kBadCodes;
   }
   if constexpr (kQuads)
     for (uint32_t c = 0; c < 4; ++c) check.loose += quad[c] * lane_weight((lane & 7) * 4 + c);

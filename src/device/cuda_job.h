@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <span>
 
 #include "device/params.h"
 #include "device/scheme.h"
@@ -21,6 +22,7 @@ struct CudaPiece {
   uint64_t first_item;  // number of its first item in the group
   uint64_t first_block_slot;  // whole-tensor selection: its first entry in block_counts
   uint32_t tensor;      // its place in the pointer tables: first_pointer + slot
+  uint64_t first_bucket = 0;  // whole-tensor clusters: its first entry in bucket_sums and bucket_counts
 };
 
 struct CudaSums {
@@ -37,6 +39,7 @@ struct CudaSelect {
 // Bits of the status word. Any of them makes wait() throw.
 enum CudaStatus : uint32_t {
   kBadCodes = 1, kBadSide = 2, kBadPadding = 4, kBadIndices = 8, kBadValues = 16, kBadHead = 32, kBadBody = 64, kBadStamp = 128,
+  kBadBuckets = 512,  // 256: cuda_fft.h
 };
 
 // What the head of a message must be.
@@ -83,6 +86,10 @@ struct CudaJob {
   UnitParams* params = nullptr;
   CudaSelect* select = nullptr;
   uint2* block_counts = nullptr;  // above and at the threshold, then their prefix sums
+  // Whole-tensor clusters: what the elements of every bucket add up to, and how many they are.
+  unsigned long long* bucket_sums = nullptr;
+  uint32_t* bucket_counts = nullptr;
+  uint64_t buckets = 0;  // of all pieces
 };
 
 // Items are blocks, or chunks of 32 blocks where units are larger than a block.
@@ -104,11 +111,25 @@ struct CudaBegin {
 void cuda_begin(const CudaBegin& begin, const void* const* host, const void** device, size_t count, cudaStream_t stream);
 void cuda_encode(const CudaJob& job, cudaStream_t stream);
 void cuda_decode(const CudaJob& job, cudaStream_t stream);
+// The same for the bodies of codec/methods-inl.h.
+void cuda_encode_methods(const CudaJob& job, cudaStream_t stream);
+void cuda_decode_methods(const CudaJob& job, cudaStream_t stream);
+// ... and for Body::clusters.
+void cuda_encode_sketch(const CudaJob& job, cudaStream_t stream);
+void cuda_decode_sketch(const CudaJob& job, cudaStream_t stream);
 void cuda_finish_encode(const CudaHead& head, std::byte* message, const unsigned long long* check, cudaStream_t stream);
 // Once the jobs of a message are done: adds to the sticky word what went wrong, and if anything did, fills the group's outputs
 // with NaN. `job` may have no items; the first of a message also does the adding.
 void cuda_finish_decode(const CudaJob& job, uint32_t* sticky, bool first, cudaStream_t stream);
 void cuda_check_head(const CudaJob& job, cudaStream_t stream);  // alone, for a message without elements
+
+// Blocks of tensors as f32, feedback added, to memory of the host that the device can write to.
+struct CudaPick {
+  const void *in, *before;
+  uint64_t block, count;
+  DType dtype;
+};
+void cuda_sample(std::span<const CudaPick> picks, DType residual, float loss_scale, float* out, cudaStream_t stream);
 
 void cuda_throw(cudaError_t code, const char* what);  // Error{device} unless it is cudaSuccess
 

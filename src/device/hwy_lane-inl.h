@@ -46,6 +46,7 @@ struct VectorLane {
   static HWY_INLINE U or_u(U a, U b) { return hn::Or(a, b); }
   static HWY_INLINE U xor_u(U a, U b) { return hn::Xor(a, b); }
   static HWY_INLINE U max_u(U a, U b) { return hn::Max(a, b); }
+  static HWY_INLINE U min_u(U a, U b) { return hn::Min(a, b); }
   static HWY_INLINE M less_u(U a, U b) { return hn::RebindMask(DF(), hn::Lt(as_i(a), as_i(b))); }
   static HWY_INLINE M not_less_u(U a, U b) { return hn::RebindMask(DF(), hn::Not(hn::Lt(as_i(a), as_i(b)))); }
   static HWY_INLINE M equal_u(U a, U b) { return hn::RebindMask(DF(), hn::Eq(a, b)); }
@@ -57,6 +58,22 @@ struct VectorLane {
   template <int N>
   static HWY_INLINE U shr(U x) {
     return hn::ShiftRight<N>(x);
+  }
+
+  static HWY_INLINE U shr_by(U x, uint32_t n) { return hn::ShiftRightSame(x, static_cast<int>(n)); }
+  static HWY_INLINE U shl_by(U x, uint32_t n) { return hn::ShiftLeftSame(x, static_cast<int>(n)); }
+  // table[index], index < kSize; the table has at least 16 floats. Tables of one or two vectors stay in registers.
+  template <int kSize>
+  static HWY_INLINE F lookup(const float* table, U index) {
+    if constexpr (kSize <= static_cast<int>(kWidth)) {
+      return hn::TableLookupLanes(load(table), hn::IndicesFromVec(DF(), index));
+    } else if constexpr (kSize == 2 * static_cast<int>(kWidth)) {
+      const U low = and_u(index, set_u(kWidth - 1));
+      const auto lanes = hn::IndicesFromVec(DF(), low);
+      return select(less_u(index, set_u(kWidth)), hn::TableLookupLanes(load(table), lanes), hn::TableLookupLanes(load(table + kWidth), lanes));
+    } else {
+      return hn::GatherIndex(DF(), table, as_i(index));
+    }
   }
 
   // Memory. Pointers need no alignment, except for stream().

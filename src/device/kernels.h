@@ -60,6 +60,14 @@ struct Kernels {
   void (*select)(const float* x, uint32_t elements, uint32_t k, uint32_t* indices, Scratch&);
   void (*put)(const Span&, uint64_t block, const float* x);          // values of a block to `out`, as dtype and add say
   void (*put_residual)(const Span&, uint64_t block, const float* x);  // x or, where that is NaN, what was there before
+  // The number of ascending thresholds at or below each of n values; n is a multiple of 32.
+  void (*classify)(const float* x, uint64_t n, const float* thresholds, uint32_t count, uint32_t* codes);
+  // Codes, one a word, to where they stand in the message, and back: of a full block, of the last, partial one.
+  void (*pack)(int bits, const uint32_t* codes, uint32_t* words);
+  void (*unpack)(int bits, const uint32_t* words, uint32_t* codes);
+  void (*pack_tail)(const uint32_t* codes, uint64_t n, int bits, uint32_t* words);
+  void (*unpack_tail)(const uint32_t* words, uint64_t n, int bits, uint32_t* codes);
+  void (*sum_rows)(const uint32_t* words, uint32_t rows, uint64_t first_row, LaneSums&);  // rows of 32 words into a checksum
   // body_sum() of words that start at body index `index`, a multiple of 32.
   uint64_t (*sum_words)(const uint32_t* words, uint64_t count, uint64_t index);
 };

@@ -52,6 +52,7 @@ struct ScalarLane {
   GW_HD static U or_u(U a, U b) { return a | b; }
   GW_HD static U xor_u(U a, U b) { return a ^ b; }
   GW_HD static U max_u(U a, U b) { return a > b ? a : b; }
+  GW_HD static U min_u(U a, U b) { return a < b ? a : b; }
   GW_HD static M less_u(U a, U b) { return a < b; }  // both below 2^31
   GW_HD static M not_less_u(U a, U b) { return a >= b; }
   GW_HD static M equal_u(U a, U b) { return a == b; }
@@ -63,6 +64,18 @@ struct ScalarLane {
   template <int N>
   GW_HD static U shr(U x) {
     return x >> N;
+  }
+
+  GW_HD static U shr_by(U x, uint32_t n) { return x >> n; }
+  GW_HD static U shl_by(U x, uint32_t n) { return x << n; }
+  // table[index], index < kSize; the table has at least 16 floats.
+  template <int kSize>
+  GW_HD static F lookup(const float* table, U index) {
+#if defined(__CUDA_ARCH__)
+    return __ldg(table + index);
+#else
+    return table[index];
+#endif
   }
 
   // Memory, on the host.

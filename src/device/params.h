@@ -22,8 +22,12 @@ struct Sums {
 struct UnitParams {
   float pre = 1;     // a power of two that lifts tiny units out of the subnormals, else 1
   float scale = 0;   // uniform: steps of 2^-16 level per unit of pre * x
-  float limit = 0;   // uniform: values beyond are clipped, when the statistic is Stat::clip
-  float a = 0, b = 0;  // uniform: a is the step between levels; sign: the values of codes 0 and 1
+  float limit = 0;   // uniform: values beyond are clipped, when the statistic is Stat::clip; levels: the middle one
+  float a = 0, b = 0;  // uniform: a is the step between levels; sign: the values of codes 0 and 1; levels: the norm and the ramp's offset
+  const float* table = nullptr;  // levels
+  // log: base is the least exponent, top the codes above zero. range: base is the pattern of the least magnitude, top and bottom
+  // the codes above and below zero, shift the mantissa bits that are dropped.
+  uint32_t base = 0, top = 0, bottom = 0, shift = 0;
 };
 
 GW_HD inline bool finite_bits(uint32_t b) { return (b & 0x7fffffffu) < kInfBits; }
@@ -60,8 +64,8 @@ GW_HD inline void make_side(const Scheme& s, uint32_t absmax, const Sums& sums, 
     side[0] = side[1] = kMarker;
     return;
   }
-  if (s.stat == Stat::absmax) {
-    side[0] = side[1] = absmax;
+  if (s.stat == Stat::absmax || s.stat == Stat::fixed) {
+    side[0] = side[1] = s.stat == Stat::fixed ? float_bits(s.limit) : absmax;
     return;
   }
   const double step = grid_step(absmax), count = static_cast<double>(n);
@@ -89,22 +93,53 @@ GW_HD inline void make_side(const Scheme& s, uint32_t absmax, const Sums& sums, 
 
 // Side values come from a message that may lie: anything but a finite value of the right sign or the marker is refused.
 GW_HD inline bool side_is_valid(const Scheme& s, const uint32_t* side) {
+  if (s.stat == Stat::fixed) return side[0] == kMarker || side[0] == float_bits(s.limit);
   if (s.side == 1) return side[0] == kMarker || side[0] < kInfBits;
   if (side[0] == kMarker || side[1] == kMarker) return side[0] == side[1];
   return side[0] < kInfBits && (side[1] == 0 || (side[1] > 0x80000000u && finite_bits(side[1])));
 }
 
+// A range float drops the mantissa's lower bits and counts the patterns that are left, from that of the least magnitude on
+// (Wang et al., HPDC 2020). Where the least magnitude is not given, it is the one with which the positive codes take half of all.
+GW_HD inline void make_range(const Scheme& s, UnitParams& p) {
+  p.shift = 23 - s.steps;
+  if (s.stat == Stat::fixed) {
+    p.base = s.base;
+    p.top = s.top;
+    p.bottom = s.bottom;
+    return;
+  }
+  const uint32_t half = 1u << (s.bits - 1), top = float_bits(p.a) >> p.shift;
+  p.base = top + 1 > half ? top + 1 - half : 0;
+  p.top = top + 1 - p.base;
+  p.bottom = p.top < half ? p.top : half - 1;
+}
+
 GW_HD inline UnitParams make_params(const Scheme& s, const uint32_t* side) {
   UnitParams p;
   p.a = bits_float(side[0]);
+  if (s.body == Body::range) {
+    if (side[0] != kMarker) make_range(s, p);
+    return p;
+  }
   if (s.body == Body::sign) {
     p.b = bits_float(side[1]);
     return p;
   }
   const float norm = p.a;
+  const bool relative = s.body == Body::levels || s.body == Body::log;  // values are brought to [-1, 1]
+  if (relative) {
+    p.table = s.table;
+    p.limit = s.limit;
+    p.b = s.offset;
+    p.base = 127 - s.steps;
+    p.top = s.steps + 1;
+  } else {
+    p.top = levels(s);
+  }
   if (side[0] == kMarker || norm == 0.0f) return p;  // scale 0: a marked unit is encoded as zeros
-  const float top = static_cast<float>(levels(s)), steps = top * 65536.0f;
-  p.limit = norm;
+  const float top = relative ? 1.0f : static_cast<float>(levels(s)), steps = top * (relative ? 1.0f : s.body == Body::wide ? 256.0f : 65536.0f);
+  if (!relative) p.limit = norm;
   float lifted = norm;
   if (norm < 0x1p-100f) {
     p.pre = 0x1p100f;

@@ -7,6 +7,8 @@
 //
 //   quantised   [codes of the full blocks][codes of the last, partial block][side values, unit after unit]
 //   selected    unit after unit: [k values][k indices: two 16-bit ones a word, or 32-bit in units above 65536]
+//   clusters    as quantised, the codes being cluster ids; a unit's side words are its scale and its table of bucket means
+//   fft         unit after unit: device/fft.h
 #pragma once
 
 #include <cmath>
@@ -19,19 +21,32 @@ namespace gradwire {
 inline constexpr uint32_t kBlock = 1024, kLane = 32, kTile = 32768;
 
 // The element body that turns values into codes, and the statistic its side values come from.
-enum class Body : uint8_t { cast32, cast16, castb16, uniform, sign, select };
-enum class Stat : uint8_t { none, absmax, l2, clip, signs };
+enum class Body : uint8_t { cast32, cast16, castb16, uniform, sign, select, levels, log, range, wide, none, clusters, fft };
+enum class Stat : uint8_t { none, absmax, l2, clip, signs, fixed };
 
 struct Scheme {
   Body body = Body::cast32;
   Stat stat = Stat::none;
-  uint8_t bits = 32;      // of one code; 1-8, 16 or 32
-  bool nearest = false;   // uniform: round to nearest instead of at random
+  uint8_t bits = 32;      // of one code; 0-16 or 32
+  bool nearest = false;   // uniform, levels, wide: round to nearest instead of at random
   uint8_t side = 0;       // side words of a unit
   uint32_t unit = 1;      // elements; 0: the whole tensor. Element-wise bodies have 1
   float clip = 0;         // Stat::clip: in standard deviations, 0 for none
-  double ratio = 0;       // select: the share of a unit that is kept
+  double ratio = 0;       // select, fft: the share of a unit that is kept; clusters: buckets per element
+  float limit = 0;        // Stat::fixed: the largest magnitude; levels: the middle one
+  uint32_t steps = 0;     // log: powers of two below the largest; range: mantissa bits
+  bool truncate = false;  // range: cut off instead of rounding
+  uint32_t base = 0, top = 0, bottom = 0;  // range with Stat::fixed: pattern of the least magnitude, codes above and below zero
+  float offset = 0;       // levels: of the rounding ramp, in 2^-16 of a cell
+  const float* table = nullptr;  // levels: 2^depth levels, as many slopes; clusters: thresholds. The codec owns it; a GPU has a copy
+  uint32_t table_size = 0;       // floats
 };
+
+// Whether side values come from sums, beside the largest magnitude.
+GW_HD inline bool needs_sums(Stat stat) { return stat != Stat::absmax && stat != Stat::fixed; }
+
+// Bodies of codec/methods-inl.h: the width of a code is the scheme's, not the body's.
+GW_HD inline bool runtime_bits(const Scheme& s) { return s.body >= Body::levels && s.body <= Body::none; }
 
 GW_HD inline uint64_t div_up(uint64_t a, uint64_t b) { return a / b + (a % b != 0); }
 GW_HD inline uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
@@ -59,18 +74,6 @@ GW_HD inline bool wide_indices(const Scheme& s, uint64_t count) { return unit_el
 GW_HD inline uint64_t selected_words(const Scheme& s, uint64_t count, uint64_t elements) {
   const uint64_t k = kept(s, elements);
   return k + (wide_indices(s, count) ? k : div_up(k, 2));
-}
-
-GW_HD inline uint64_t region_words(const Scheme& s, uint64_t count) {
-  if (s.body != Body::select) return side_offset(s, count) + unit_count(s, count) * s.side;
-  if (count == 0) return 0;
-  const uint64_t unit = unit_elements(s, count), full = count / unit, rest = count % unit;
-  return full * selected_words(s, count, unit) + (rest ? selected_words(s, count, rest) : 0);
-}
-
-// Full blocks start at a row of the checksum and a sector of memory; small tensors stand word after word.
-GW_HD inline uint64_t region_alignment(const Scheme& s, uint64_t count) {
-  return s.body != Body::select && count >= kBlock ? kLane : 1;
 }
 
 }  // namespace gradwire

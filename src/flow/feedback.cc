@@ -83,6 +83,7 @@ struct ErrorFeedback::State {
   std::shared_ptr<Memory> memory;
   std::map<Key, Residual> residuals;
   std::optional<uint64_t> open;  // the step that was begun and not yet decided
+  std::map<std::string, std::vector<std::byte>> notes;
 
   uint64_t bytes(uint64_t count) const { return count * bytes_of(dtype); }
 
@@ -248,19 +249,29 @@ void ErrorFeedback::save(const std::string& path) const {
     entries.push_back({key.side, key.name, key.first, residual.count});
     sources.push_back(&residual);
   }
+  std::vector<const std::vector<std::byte>*> notes;
+  for (const auto& [name, bytes] : state_->notes) {
+    entries.push_back({kNote, name, 0, bytes.size() / bytes_of(state_->dtype)});
+    notes.push_back(&bytes);
+  }
   write_residual_file(path, state_->dtype, entries, [&](size_t entry, uint64_t offset, std::span<std::byte> chunk) {
-    state_->memory->to_host(chunk.data(), sources[entry]->current.at(offset), chunk.size());
+    if (entry < sources.size())
+      state_->memory->to_host(chunk.data(), sources[entry]->current.at(offset), chunk.size());
+    else
+      std::copy_n(notes[entry - sources.size()]->begin() + static_cast<ptrdiff_t>(offset), chunk.size(), chunk.begin());
   });
 }
 
 ErrorFeedback ErrorFeedback::load(const std::string& path, const Device& device) {
   ResidualReader reader(path);
   ErrorFeedback feedback(reader.dtype(), device);
-  std::vector<Residual*> targets;
+  std::vector<Residual*> targets;  // null: a note
   for (const ResidualEntry& entry : reader.entries())
-    targets.push_back(&feedback.state_->add(Key{entry.side, entry.name, entry.first}, entry.count));
+    targets.push_back(entry.side == kNote ? nullptr : &feedback.state_->add(Key{entry.side, entry.name, entry.first}, entry.count));
   reader.read_bodies([&](size_t entry, uint64_t offset, std::span<const std::byte> chunk) {
-    feedback.state_->memory->from_host(targets[entry]->current.at(offset), chunk.data(), chunk.size());
+    if (targets[entry]) return feedback.state_->memory->from_host(targets[entry]->current.at(offset), chunk.data(), chunk.size());
+    std::vector<std::byte>& note = feedback.state_->notes[reader.entries()[entry].name];
+    note.insert(note.end(), chunk.begin(), chunk.end());
   });
   return feedback;
 }
@@ -280,6 +291,8 @@ std::vector<ErrorFeedback> ErrorFeedback::redistribute(std::span<const ErrorFeed
   }
   std::vector<ErrorFeedback> fresh;
   for (int rank = 0; rank < new_world; ++rank) fresh.emplace_back(model.dtype, model.device);
+
+  for (ErrorFeedback& rank : fresh) rank.state_->notes = model.notes;
 
   // up: every new rank owes the mean of what the old ones owed, so the mean over the new world is the same.
   std::set<Key> keys;
@@ -336,6 +349,12 @@ std::vector<ErrorFeedback> ErrorFeedback::redistribute(std::span<const ErrorFeed
   return fresh;
 }
 
+void ErrorFeedback::set_note(const std::string& name, std::span<const std::byte> bytes) {
+  if (bytes.size() % 8 != 0) refuse(fmt::format("note '{}' has {} bytes; expected a multiple of 8", name, bytes.size()), "note");
+  state_->notes[name].assign(bytes.begin(), bytes.end());
+}
+const std::map<std::string, std::vector<std::byte>>& ErrorFeedback::notes() const { return state_->notes; }
+
 std::vector<float> ErrorFeedback::residual(Side side, const std::string& name, uint64_t first) const {
   const auto found = state_->residuals.find(Key{side, name, first});
   if (found == state_->residuals.end())
@@ -356,6 +375,10 @@ uint64_t ErrorFeedback::hash() const {
       state_->memory->to_host(chunk.data(), residual.current.at(at), n);
       XXH64_update(&hash, chunk.data(), n);
     }
+  }
+  for (const auto& [name, bytes] : state_->notes) {
+    XXH64_update(&hash, name.data(), name.size());
+    XXH64_update(&hash, bytes.data(), bytes.size());
   }
   return XXH64_digest(&hash);
 }

@@ -6,6 +6,7 @@
 
 #include <unordered_map>
 
+#include "device/regions.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -16,7 +17,7 @@ Layout make_layout(std::vector<TensorSpec> tensors) {
   // Beyond this a message could not be addressed; also keeps every sum below from overflowing.
   constexpr uint64_t kMaxElements = uint64_t{1} << 40;
   Layout layout;
-  size_t spec_bytes = 0;
+  size_t head_bytes = kHeaderBytes;
   std::unordered_map<std::string, uint32_t> numbers;  // of the specs: a hostile message may hold thousands
   for (const TensorSpec& t : tensors) {
     if (t.count > kMaxElements || layout.elements + t.count > kMaxElements)
@@ -27,15 +28,20 @@ Layout make_layout(std::vector<TensorSpec> tensors) {
       throw Error(ErrorKind::usage, fmt::format("first is {}; allowed is at most 2^40", t.first), "first");
     Region region;
     region.scheme = t.codec.scheme();
-    if (region.scheme.body == Body::select && region.scheme.unit == 0 && t.count > 0xffffffffull)
+    if (too_many(region.scheme, t.count))
       throw Error(ErrorKind::usage, fmt::format("tensor '{}' has {} elements; {} on whole tensors takes at most 2^32 - 1", t.name, t.count, t.codec.name()), "count");
     region.name_hash = t.name_hash ? *t.name_hash : hash_name(t.name);
-    const std::string spec = t.codec.str();
-    const auto [found, added] = numbers.try_emplace(spec, static_cast<uint32_t>(layout.specs.size()));
+    const Codec& codec = t.codec;
+    std::string key = codec.str();
+    key.push_back('\0');
+    key.append(reinterpret_cast<const char*>(codec.table().data()), codec.table().size_bytes());
+    const auto [found, added] = numbers.try_emplace(std::move(key), static_cast<uint32_t>(layout.specs.size()));
     region.spec = found->second;
     if (added) {
-      layout.specs.push_back(spec);
-      spec_bytes += 4 + div_up(spec.size(), 4) * 4;
+      if (codec.table().size_bytes() > kMaxTableBytes)
+        throw Error(ErrorKind::usage, fmt::format("table of {} has {} bytes; a message holds {}", codec.name(), codec.table().size_bytes(), kMaxTableBytes), "table");
+      layout.specs.push_back(codec);
+      head_bytes += spec_bytes(codec);
     }
     const uint64_t align = region_alignment(region.scheme, t.count);
     region.begin = div_up(layout.body_words, align) * align;
@@ -47,7 +53,7 @@ Layout make_layout(std::vector<TensorSpec> tensors) {
   if (layout.specs.size() > 0xffff) throw Error(ErrorKind::usage, "a message holds at most 65535 different specs", "specs");
   if (tensors.size() > Limits{}.max_tensors)
     throw Error(ErrorKind::usage, fmt::format("a message holds at most {} tensors", Limits{}.max_tensors), "tensors");
-  layout.head_bytes = div_up(kHeaderBytes + spec_bytes + tensors.size() * kTensorBytes, kHeadAlign) * kHeadAlign;
+  layout.head_bytes = div_up(head_bytes + tensors.size() * kTensorBytes, kHeadAlign) * kHeadAlign;
   layout.tensors = std::move(tensors);
   return layout;
 }

@@ -25,10 +25,14 @@ struct Region {
   uint32_t spec = 0;  // index in Layout::specs
 };
 
+// A codec as the head has it: its spec, padded to words, and its table.
+inline size_t spec_bytes(const Codec& codec) { return 4 + div_up(codec.str().size(), 4) * 4 + codec.table().size_bytes(); }
+inline constexpr size_t kMaxTableBytes = 65532;
+
 struct Layout {
   std::vector<TensorSpec> tensors;
   std::vector<Region> regions;
-  std::vector<std::string> specs;  // each once, in the order of first use
+  std::vector<Codec> specs;  // each once, in the order of first use
   uint64_t elements = 0;
   uint64_t body_words = 0;
   size_t head_bytes = 0;

@@ -6,12 +6,14 @@
 #include <fmt/format.h>
 #include <xxhash.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <unordered_set>
 
 #include "core/checksum.h"
 #include "flow/layout.h"
+#include "device/regions.h"
 #include "gradwire/error.h"
 
 static_assert(std::endian::native == std::endian::little, "messages are little-endian; a big-endian host needs swaps");
@@ -77,10 +79,14 @@ std::vector<std::byte> make_head(const Layout& layout, const Stamp& stamp) {
   put<uint32_t>(head, kAtTensors, static_cast<uint32_t>(layout.tensors.size()));
   put<uint32_t>(head, kAtHeadBytes, static_cast<uint32_t>(layout.head_bytes));
   size_t at = kHeaderBytes;
-  for (const std::string& spec : layout.specs) {
-    put<uint16_t>(head, at, static_cast<uint16_t>(spec.size()));
-    std::memcpy(bytes.data() + at + 4, spec.data(), spec.size());
-    at += 4 + div_up(spec.size(), 4) * 4;
+  for (const Codec& codec : layout.specs) {
+    const std::string text = codec.str();
+    const auto table = std::as_bytes(codec.table());
+    put<uint16_t>(head, at, static_cast<uint16_t>(text.size()));
+    put<uint16_t>(head, at + 2, static_cast<uint16_t>(table.size()));
+    std::memcpy(bytes.data() + at + 4, text.data(), text.size());
+    at += spec_bytes(codec);
+    std::copy(table.begin(), table.end(), bytes.begin() + static_cast<ptrdiff_t>(at - table.size()));
   }
   for (size_t i = 0; i < layout.tensors.size(); ++i, at += kTensorBytes) {
     const TensorSpec& t = layout.tensors[i];
@@ -125,9 +131,9 @@ Head read_head(std::span<const std::byte> message, const Limits& limits) {
   for (uint32_t i = 0; i < spec_count; ++i) {
     if (at + 4 > bytes.size()) refuse("spec", fmt::format("{} lies beyond the head", i));
     const uint16_t length = get<uint16_t>(bytes, at), table = get<uint16_t>(bytes, at + 2);
-    if (table != 0) refuse("spec_table", fmt::format("of spec {} has {} bytes; this version has none", i, table));
+    if (table % 4 != 0) refuse("spec_table", fmt::format("of spec {} has {} bytes; expected a multiple of 4", i, table));
     const size_t padded = 4 + div_up(length, 4) * 4;
-    if (at + padded > bytes.size()) refuse("spec", fmt::format("{} lies beyond the head", i));
+    if (at + padded + table > bytes.size()) refuse("spec", fmt::format("{} lies beyond the head", i));
     const std::string text(reinterpret_cast<const char*>(bytes.data()) + at + 4, length);
     for (size_t p = at + 4 + length; p < at + padded; ++p)
       if (bytes[p] != std::byte{0}) refuse("spec", fmt::format("{} is not padded with zeros", i));
@@ -137,8 +143,18 @@ Head read_head(std::span<const std::byte> message, const Limits& limits) {
       refuse("spec", fmt::format("{} is not usable: {}", i, e.what()));
     }
     if (specs.back().str() != text) refuse("spec", fmt::format("{} is not in canonical form", i));
-    if (!texts.insert(text).second) refuse("spec", fmt::format("{} stands there twice", i));
-    at += padded;
+    if (table) {
+      std::vector<uint32_t> words(table / 4);
+      std::memcpy(words.data(), bytes.data() + at + padded, table);
+      try {
+        specs.back() = specs.back().fitted(words);
+      } catch (const Error& e) {
+        refuse("spec_table", fmt::format("of spec {} is not usable: {}", i, e.what()));
+      }
+    }
+    const std::string whole(reinterpret_cast<const char*>(bytes.data()) + at, padded + table);
+    if (!texts.insert(whole).second) refuse("spec", fmt::format("{} stands there twice", i));
+    at += padded + table;
   }
   if (div_up(at + uint64_t{tensor_count} * kTensorBytes, kHeadAlign) * kHeadAlign != bytes.size())
     refuse("head_bytes", fmt::format("is {} but {} specs and {} tensors take another size", head.head_bytes, spec_count, tensor_count));
@@ -167,7 +183,7 @@ Head read_head(std::span<const std::byte> message, const Limits& limits) {
     t.dtype = static_cast<DType>(dtype);
     t.codec = specs[spec];
     const Scheme& scheme = t.codec.scheme();
-    if (scheme.body == Body::select && scheme.unit == 0 && t.count > 0xffffffffull)
+    if (too_many(scheme, t.count))
       refuse(field("count"), fmt::format("is {}; {} on whole tensors takes at most 2^32 - 1", t.count, t.codec.name()));
     const uint64_t align = region_alignment(scheme, t.count);
     word = div_up(word, align) * align;
@@ -210,6 +226,8 @@ static void check_tensors(const Head& head, const Layout& layout) {
       refuse(field("name_hash"), fmt::format("is {:016x}; expected {:016x} ('{}')", *got.name_hash, layout.regions[i].name_hash, want.name));
     if (got.count != want.count) refuse(field("count"), fmt::format("is {}; expected {} ('{}')", got.count, want.count, want.name));
     if (got.first != want.first) refuse(field("first"), fmt::format("is {}; expected {} ('{}')", got.first, want.first, want.name));
+    if (got.codec.str() == want.codec.str() && !(got.codec == want.codec))
+      refuse(field("spec"), fmt::format("is {} with another table than expected ('{}'): what sender and receiver learned differs", got.codec.str(), want.name));
     if (!(got.codec == want.codec)) refuse(field("spec"), fmt::format("is {}; expected {} ('{}')", got.codec.str(), want.codec.str(), want.name));
   }
 }

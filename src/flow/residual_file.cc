@@ -218,10 +218,13 @@ void ResidualReader::read_table(std::span<const std::byte> table, uint64_t entri
     if (table.size() < sizeof row) refuse("entries", fmt::format("is {}; the table ends after {}", entries, i));
     std::memcpy(&row, table.data(), sizeof row);
     table = table.subspan(sizeof row);
-    if (row.side > 1) refuse("side", fmt::format("of entry {} is {}; allowed are 0 (up) and 1 (down)", i, row.side));
+    if (row.side > 2) refuse("side", fmt::format("of entry {} is {}; allowed are 0 (up), 1 (down) and 2 (a note)", i, row.side));
+    const Side side{static_cast<uint8_t>(row.side)};
+    if (side == kNote && (row.first != 0 || row.count > (uint64_t{1} << 32) || row.count * bytes_of(dtype_) % 8 != 0))
+      refuse("count", fmt::format("of entry {} is {}, first {}; a note begins at 0 and has a multiple of 8 bytes", i, row.count, row.first));
     if (padded(row.name_bytes) > table.size())
       refuse("name_bytes", fmt::format("of entry {} is {}; the table has {} left", i, row.name_bytes, table.size()));
-    ResidualEntry entry{static_cast<Side>(row.side),
+    ResidualEntry entry{side,
                         std::string(reinterpret_cast<const char*>(table.data()), row.name_bytes), row.first, row.count};
     for (size_t p = row.name_bytes; p < padded(row.name_bytes); ++p)
       if (table[p] != std::byte{0}) refuse("name", fmt::format("of entry {}: padding is not zero", i));

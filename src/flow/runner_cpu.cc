@@ -11,9 +11,12 @@
 #include "core/pool.h"
 #include "core/random.h"
 #include "device/kernels.h"
+#include "device/regions.h"
+#include "flow/fft.h"
 #include "flow/layout.h"
 #include "flow/runners.h"
 #include "flow/select.h"
+#include "flow/sketch.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -25,10 +28,11 @@ constexpr uint64_t kStreamBytes = 8 << 20;
 class CpuRunner final : public Runner {
  public:
   CpuRunner(const Plan& plan, const Device& device)
-      : plan_(plan), layout_(plan.layout()), kernels_(kernels_named(device.simd)), pool_(device.threads), head_(make_head(layout_, {})) {
+      : plan_(plan), layout_(plan.layout()), kernels_(kernels_named(device.simd)), fft_(fft_kernels(kernels_)), pool_(device.threads), head_(make_head(layout_, {})) {
     for (int i = 0; i < pool_.threads(); ++i) scratch_.push_back(std::make_unique<Scratch>());
     for (uint32_t i = 0; i < layout_.regions.size(); ++i) cut(i);
     sums_.resize(pool_.threads());
+    memory_.resize(pool_.threads());
     tops_.resize(tasks_.size());
     parts_.resize(tasks_.size());
     whole_params_.resize(layout_.regions.size());
@@ -36,6 +40,32 @@ class CpuRunner final : public Runner {
 
   const Plan& plan() const override { return plan_; }
   void wait() override {}
+
+  std::span<const float> sample(std::span<const void* const> tensors, const Residuals* residuals, std::span<const Pick> picks) override {
+    const FloatMode mode;
+    sample_.resize(picks.size() * kBlock);
+    for (size_t i = 0; i < picks.size(); ++i) {
+      Span s = span({Task::Kind::blocks, picks[i].tensor, picks[i].block, picks[i].block + 1, 0}, nullptr);
+      s.in = tensors[picks[i].tensor];
+      set_feedback(s, residuals, picks[i].tensor);
+      float* to = sample_.data() + i * kBlock;
+      const float* values = kernels_.stage(s, picks[i].block, to);
+      if (values != to) std::memcpy(to, values, kBlock * sizeof(float));
+    }
+    return sample_;
+  }
+
+  std::span<const uint32_t> sides(std::span<const std::byte> message, std::span<const uint32_t> which) override {
+    const uint32_t* body = reinterpret_cast<const uint32_t*>(message.data() + head_.size());
+    sides_.clear();
+    for (uint32_t tensor : which) {
+      const Scheme& scheme = layout_.regions[tensor].scheme;
+      const uint64_t count = layout_.tensors[tensor].count, at = layout_.regions[tensor].begin + side_offset(scheme, count);
+      if (scheme.side)
+        for (uint64_t unit = 0; unit < unit_count(scheme, count); ++unit) sides_.push_back(body[at + unit * scheme.side]);
+    }
+    return sides_;
+  }
 
   void encode(std::span<const void* const> tensors, const Stamp& stamp, std::span<std::byte> message,
               const Residuals* residuals) override {
@@ -55,17 +85,12 @@ class CpuRunner final : public Runner {
       Span s = span(task, body);
       s.in = tensors[task.tensor];
       s.key = tensor_key(call, region.name_hash);
-      if (residuals && residuals->before[task.tensor]) {
-        s.before = residuals->before[task.tensor];
-        s.after = residuals->after[task.tensor];
-        s.residual = residuals->dtype;
-        s.loss_scale = residuals->loss_scale;
-      }
+      set_feedback(s, residuals, task.tensor);
       s.stream = t.count * sizeof(float) >= kStreamBytes;
       return s;
     };
     gather_whole_units(body, span_of);
-    run([&](const Task& task, size_t, Scratch& scratch, LaneSums& check) {
+    run([&](const Task& task, size_t, Scratch& scratch, SketchMemory& memory, LaneSums& check) {
       const Span s = span_of(task);
       if (task.kind == Task::Kind::blocks)
         kernels_.encode(s, nullptr, scratch, check);
@@ -73,6 +98,10 @@ class CpuRunner final : public Runner {
         kernels_.encode(s, &whole_params_[task.tensor], scratch, check);
       else if (task.kind == Task::Kind::unit)
         encode_unit(s, scratch, check);
+      else if (task.kind == Task::Kind::sketch)
+        encode_sketch(kernels_, s, task.unit, scratch, memory, check);
+      else if (task.kind == Task::Kind::fft)
+        encode_fft(kernels_, fft_, fft_scheme(*s.scheme), s, task.begin, task.end, scratch, check);
       else
         encode_selected(kernels_, s, task.unit, scratch, check);
     });
@@ -98,13 +127,17 @@ class CpuRunner final : public Runner {
       return s;
     };
     std::atomic<uint32_t> liar{0xffffffffu};
-    run([&](const Task& task, size_t, Scratch& scratch, LaneSums&) {
+    run([&](const Task& task, size_t, Scratch& scratch, SketchMemory& memory, LaneSums&) {
       const Span s = span_of(task);
       bool bad = false;
       if (task.kind == Task::Kind::blocks) {
         bad = kernels_.decode(s, nullptr, scratch);
       } else if (task.kind == Task::Kind::selected) {
         decode_selected(kernels_, s, task.unit, scratch);
+      } else if (task.kind == Task::Kind::sketch) {
+        decode_sketch(kernels_, s, task.unit, scratch, memory);
+      } else if (task.kind == Task::Kind::fft) {
+        decode_fft(kernels_, fft_, fft_scheme(*s.scheme), s, task.begin, task.end, scratch);
       } else {
         const UnitParams params = make_params(*s.scheme, s.region + side_offset(*s.scheme, s.count) + task.unit * s.scheme->side);
         bad = kernels_.decode(s, &params, scratch);
@@ -116,17 +149,21 @@ class CpuRunner final : public Runner {
 
  private:
   struct Task {
-    enum class Kind { blocks, unit, whole, selected } kind;
+    enum class Kind { blocks, unit, whole, selected, sketch, fft } kind;
     uint32_t tensor;
-    uint64_t begin, end;  // blocks
-    uint64_t unit;        // unit, selected: which; whole: 0
+    uint64_t begin, end;  // blocks; fft: groups
+    uint64_t unit;        // unit, selected, sketch: which; else 0
   };
 
   void cut(uint32_t tensor) {
     const Scheme& scheme = layout_.regions[tensor].scheme;
     const uint64_t count = layout_.tensors[tensor].count, blocks = div_up(count, kBlock);
-    if (scheme.body == Body::select) {
-      for (uint64_t unit = 0; unit < unit_count(scheme, count); ++unit) tasks_.push_back({Task::Kind::selected, tensor, 0, 0, unit});
+    if (scheme.body == Body::select || scheme.body == Body::clusters) {
+      const auto kind = scheme.body == Body::select ? Task::Kind::selected : Task::Kind::sketch;
+      for (uint64_t unit = 0; unit < unit_count(scheme, count); ++unit) tasks_.push_back({kind, tensor, 0, 0, unit});
+    } else if (scheme.body == Body::fft) {
+      const uint64_t groups = fft_groups(fft_scheme(scheme), count), step = kTaskBlocks * kBlock / fft_group(fft_scheme(scheme));
+      for (uint64_t begin = 0; begin < groups; begin += step) tasks_.push_back({Task::Kind::fft, tensor, begin, min_u64(groups, begin + step), 0});
     } else if (scheme.unit > kBlock) {
       const uint64_t step = scheme.unit / kBlock;
       for (uint64_t unit = 0; unit * step < blocks; ++unit)
@@ -142,7 +179,7 @@ class CpuRunner final : public Runner {
   void run(const Body& body) {
     pool_.run(tasks_.size(), [&](size_t i, int worker) {
       const FloatMode mode;
-      body(tasks_[i], i, *scratch_[worker], sums_[worker]);
+      body(tasks_[i], i, *scratch_[worker], memory_[worker], sums_[worker]);
     });
   }
 
@@ -161,11 +198,19 @@ class CpuRunner final : public Runner {
     return s;
   }
 
+  static void set_feedback(Span& s, const Residuals* residuals, uint32_t tensor) {
+    if (!residuals || !residuals->before[tensor]) return;
+    s.before = residuals->before[tensor];
+    s.after = residuals->after[tensor];
+    s.residual = residuals->dtype;
+    s.loss_scale = residuals->loss_scale;
+  }
+
   // A unit of several blocks, by one thread: the second and third look at it find it in the cache.
   void encode_unit(const Span& s, Scratch& scratch, LaneSums& check) {
     const uint32_t top = kernels_.absmax(s, scratch);
     Sums sums;
-    if (s.scheme->stat != Stat::absmax) kernels_.sums(s, top, scratch, sums);
+    if (needs_sums(s.scheme->stat)) kernels_.sums(s, top, scratch, sums);
     const uint64_t n = min_u64(s.count, s.end * kBlock) - s.begin * kBlock;
     const uint64_t at = side_offset(*s.scheme, s.count) + s.begin * kBlock / s.scheme->unit * s.scheme->side;
     const UnitParams params = write_side(s, at, top, sums, n, check.loose);
@@ -189,18 +234,18 @@ class CpuRunner final : public Runner {
     for (const Task& task : tasks_)
       if (task.kind == Task::Kind::whole) {
         any = true;
-        any_sums |= layout_.regions[task.tensor].scheme.stat != Stat::absmax;
+        any_sums |= needs_sums(layout_.regions[task.tensor].scheme.stat);
       }
     if (!any) return;
     std::vector<uint32_t>& top = whole_tops_;
     top.assign(layout_.regions.size(), 0);
-    run([&](const Task& task, size_t i, Scratch& scratch, LaneSums&) {
+    run([&](const Task& task, size_t i, Scratch& scratch, SketchMemory&, LaneSums&) {
       if (task.kind == Task::Kind::whole) tops_[i] = kernels_.absmax(span_of(task), scratch);
     });
     for (size_t i = 0; i < tasks_.size(); ++i)
       if (tasks_[i].kind == Task::Kind::whole) top[tasks_[i].tensor] = std::max(top[tasks_[i].tensor], tops_[i]);
     if (any_sums)
-      run([&](const Task& task, size_t i, Scratch& scratch, LaneSums&) {
+      run([&](const Task& task, size_t i, Scratch& scratch, SketchMemory&, LaneSums&) {
         parts_[i] = {};
         if (task.kind == Task::Kind::whole) kernels_.sums(span_of(task), top[task.tensor], scratch, parts_[i]);
       });
@@ -256,24 +301,32 @@ class CpuRunner final : public Runner {
       const uint64_t count = layout_.tensors[i].count;
       const uint32_t* side = body + region.begin + side_offset(region.scheme, count);
       const uint64_t used = count % kBlock * region.scheme.bits % 32;  // bits of the partial block's last word
-      if (region.scheme.body != Body::select && used && side[-1] >> used) refuse(i, "padding", "is not zero");
+      if (in_blocks(region.scheme) && used && side[-1] >> used) refuse(i, "padding", "is not zero");
       if (region.scheme.side)
         for (uint64_t unit = 0; unit < unit_count(region.scheme, count); ++unit)
           if (!side_is_valid(region.scheme, side + unit * region.scheme.side))
             refuse(i, "side", fmt::format("values of unit {} are neither finite and of their sign nor the marker", unit));
     }
-    for (const Task& task : tasks_)
-      if (task.kind == Task::Kind::selected)
-        if (const char* field = check_selected(span(task, body), task.unit))
-          refuse(task.tensor, field, fmt::format("of unit {} cannot come from an encoder", task.unit));
+    for (const Task& task : tasks_) {
+      const Span s = span(task, body);
+      const char* field = nullptr;
+      uint64_t unit = task.unit;
+      if (task.kind == Task::Kind::selected) field = check_selected(s, unit);
+      if (task.kind == Task::Kind::sketch) field = check_sketch(s, unit);
+      if (task.kind == Task::Kind::fft)
+        for (unit = task.begin; unit < task.end && !field; ++unit) field = check_fft(fft_scheme(*s.scheme), s, unit);
+      if (field) refuse(task.tensor, field, fmt::format("of unit {} cannot come from an encoder", unit - (task.kind == Task::Kind::fft)));
+    }
   }
 
   const Plan& plan_;
   const Layout& layout_;
   const Kernels& kernels_;
+  const FftKernels& fft_;
   Pool pool_;
   std::vector<std::byte> head_;
   std::vector<std::unique_ptr<Scratch>> scratch_;  // a thread each
+  std::vector<SketchMemory> memory_;
   std::vector<LaneSums> sums_;
   std::vector<Task> tasks_;
   std::vector<uint32_t> tops_;  // a task each
@@ -282,6 +335,8 @@ class CpuRunner final : public Runner {
   std::vector<UnitParams> whole_params_;
   uint64_t whole_sides_ = 0;
   std::vector<uint64_t> check_parts_;
+  std::vector<float> sample_;
+  std::vector<uint32_t> sides_;
 };
 
 }  // namespace

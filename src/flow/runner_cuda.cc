@@ -10,6 +10,7 @@
 
 #include "core/random.h"
 #include "device/cuda_job.h"
+#include "device/sketch.h"
 #include "flow/layout.h"
 #include "flow/runners.h"
 #include "gradwire/error.h"
@@ -49,6 +50,30 @@ class Arena {
   size_t bytes_ = 0;
 };
 
+// Memory of the host that a GPU can write to while the host goes on. Grows only.
+class Pinned {
+ public:
+  Pinned() = default;
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+  ~Pinned() { cudaFreeHost(data_); }
+
+  template <class T>
+  T* room(size_t count) {
+    if (count * sizeof(T) > bytes_) {
+      cudaFreeHost(data_);
+      data_ = nullptr;
+      bytes_ = count * sizeof(T);
+      cuda_throw(cudaMallocHost(&data_, bytes_), "cudaMallocHost");
+    }
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
 struct Group {
   Scheme scheme;
   DType dtype = DType::f32;
@@ -57,7 +82,9 @@ struct Group {
   uint64_t items = 0, blocks = 0;
   bool tails = false;
   uint32_t first_pointer = 0;
-  size_t pieces_at = 0, items_at = 0, tops_at = 0, sums_at = 0, params_at = 0, select_at = 0, counts_at = 0;
+  size_t pieces_at = 0, items_at = 0, table_at = 0, tops_at = 0, sums_at = 0, params_at = 0, select_at = 0, counts_at = 0;
+  uint64_t buckets = 0;  // whole-tensor clusters
+  size_t bucket_sums_at = 0, bucket_counts_at = 0;
 };
 
 class CudaRunner final : public Runner {
@@ -84,11 +111,14 @@ class CudaRunner final : public Runner {
       const bool whole = g.scheme.unit == 0, select = g.scheme.body == Body::select;
       g.pieces_at = arena_.reserve<CudaPiece>(g.pieces.size());
       g.items_at = arena_.reserve<uint32_t>(g.item_piece.size());
+      g.table_at = arena_.reserve<float>(g.scheme.table_size);
       g.tops_at = arena_.reserve<uint32_t>(whole ? g.pieces.size() : 0);
       g.sums_at = arena_.reserve<CudaSums>(whole ? g.pieces.size() : 0);
       g.params_at = arena_.reserve<UnitParams>(whole ? g.pieces.size() : 0);
       g.select_at = arena_.reserve<CudaSelect>(whole && select ? g.pieces.size() : 0);
       g.counts_at = arena_.reserve<uint2>(whole && select ? g.blocks : 0);
+      g.bucket_sums_at = arena_.reserve<unsigned long long>(g.buckets);
+      g.bucket_counts_at = arena_.reserve<uint32_t>(g.buckets);
     }
     arena_.allocate();
     arena_.fill(head_at, head_);
@@ -97,6 +127,7 @@ class CudaRunner final : public Runner {
     for (Group& g : groups_) {
       arena_.fill(g.pieces_at, g.pieces);
       arena_.fill(g.items_at, g.item_piece);
+      arena_.fill(g.table_at, std::vector<float>(g.scheme.table, g.scheme.table + g.scheme.table_size));
     }
     cuda_throw(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     device_head_ = arena_.at<std::byte>(head_at);
@@ -116,6 +147,39 @@ class CudaRunner final : public Runner {
   }
 
   const Plan& plan() const override { return plan_; }
+
+  std::span<const float> sample(std::span<const void* const> tensors, const Residuals* residuals, std::span<const Pick> picks) override {
+    use();
+    std::vector<CudaPick> list;
+    for (const Pick& pick : picks) {
+      const TensorSpec& t = layout_.tensors[pick.tensor];
+      list.push_back({tensors[pick.tensor], residuals ? residuals->before[pick.tensor] : nullptr, pick.block, t.count, t.dtype});
+    }
+    const size_t values = picks.size() * kBlock;
+    float* out = sample_.room<float>(values);
+    cuda_sample(list, residuals ? residuals->dtype : DType::f32, residuals ? residuals->loss_scale : 1.0f, out, stream_);
+    return {out, values};
+  }
+
+  std::span<const uint32_t> sides(std::span<const std::byte> message, std::span<const uint32_t> which) override {
+    use();
+    size_t units = 0;
+    for (uint32_t tensor : which) {
+      const Scheme& scheme = layout_.regions[tensor].scheme;
+      if (scheme.side) units += unit_count(scheme, layout_.tensors[tensor].count);
+    }
+    uint32_t* out = sides_.room<uint32_t>(units);
+    size_t at = 0;
+    for (uint32_t tensor : which) {
+      const Scheme& scheme = layout_.regions[tensor].scheme;
+      const uint64_t count = layout_.tensors[tensor].count, here = scheme.side ? unit_count(scheme, count) : 0;
+      if (here == 0) continue;
+      const std::byte* from = message.data() + layout_.head_bytes + (layout_.regions[tensor].begin + side_offset(scheme, count)) * 4;
+      cuda_throw(cudaMemcpy2DAsync(out + at, 4, from, scheme.side * 4, 4, here, cudaMemcpyDeviceToHost, stream_), "cudaMemcpy2DAsync");
+      at += here;
+    }
+    return {out, units};
+  }
 
   void encode(std::span<const void* const> tensors, const Stamp& stamp, std::span<std::byte> message, const Residuals* residuals) override {
     check_arguments(layout_, tensors.size(), message, 16);
@@ -199,6 +263,7 @@ class CudaRunner final : public Runner {
         {kBadSide, "side", "values are neither finite and of their sign nor the marker"},
         {kBadIndices, "indices", "are not increasing, or lie beyond the tensor"},
         {kBadValues, "values", "are not finite"},
+        {kBadBuckets, "buckets", "have means that cannot come from an encoder"},
         {kBadPadding, "padding", "is not zero"},
         {kBadCodes, "codes", "hold a code that no encoder writes"},
     };
@@ -235,6 +300,10 @@ class CudaRunner final : public Runner {
       g.pieces.push_back({t.count, t.first / kBlock, region.name_hash, region.begin, g.items, g.blocks, i});  // tensor: see below
       g.items += items;
       g.blocks += blocks;
+      if (region.scheme.body == Body::clusters && hashed(region.scheme)) {
+        g.pieces.back().first_bucket = g.buckets;
+        g.buckets += buckets_of(region.scheme, t.count);
+      }
       g.tails |= t.count % kBlock != 0;
     }
     // Pointer tables go by group, so that a kernel finds an address without looking at the piece first.
@@ -253,6 +322,7 @@ class CudaRunner final : public Runner {
   CudaJob job_of(const Group& g, std::byte* message) const {
     CudaJob job;
     job.scheme = g.scheme;
+    if (g.scheme.table) job.scheme.table = arena_.at<float>(g.table_at);
     job.dtype = g.dtype;
     job.pieces = arena_.at<CudaPiece>(g.pieces_at);
     job.item_piece = arena_.at<uint32_t>(g.items_at);
@@ -269,12 +339,15 @@ class CudaRunner final : public Runner {
     job.params = arena_.at<UnitParams>(g.params_at);
     job.select = arena_.at<CudaSelect>(g.select_at);
     job.block_counts = arena_.at<uint2>(g.counts_at);
+    job.bucket_sums = arena_.at<unsigned long long>(g.bucket_sums_at);
+    job.bucket_counts = arena_.at<uint32_t>(g.bucket_counts_at);
+    job.buckets = g.buckets;
     return job;
   }
 
   CudaHead device_head(const Stamp& stamp) const {
     size_t specs = kHeaderBytes;
-    for (const std::string& spec : layout_.specs) specs += 4 + div_up(spec.size(), 4) * 4;
+    for (const Codec& codec : layout_.specs) specs += spec_bytes(codec);
     return {device_head_, static_cast<uint32_t>(layout_.head_bytes), stamp.step, stamp.stage, stamp.rank, stamp.world, 0,
             layout_.body_words, device_gaps_, gap_count_, true, static_cast<uint32_t>(specs)};
   }
@@ -297,6 +370,7 @@ class CudaRunner final : public Runner {
   uint32_t *status_ = nullptr, *sticky_ = nullptr, *host_status_ = nullptr;
   std::vector<const void*> host_pointers_;
   std::vector<CudaJob> jobs_;
+  Pinned sample_, sides_;
 };
 
 }  // namespace

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+// The element bodies of the five methods, written like those of bodies-inl.h. They differ in one thing: kCodeBits is 0,
+// the number of bits of a code is the scheme's, and the driver packs the codes of a block after they are made. So a body
+// is compiled once, not once per width.
+
+// Any levels (optquant): 2^kDepth of them in p.table, ascending from -1 to 1 or less, unused ones at infinity; behind them as many slopes. The
+// cell is found by bisection (p.limit is the middle level); in it, the chance of rounding up rises from 0 to 2^16 with the slope, from p.b on.
+template <int kDepth>
+struct LevelsBody {
+  static constexpr int kCodeBits = 0;
+  static constexpr bool kRandom = true;
+  static constexpr int kSize = 1 << kDepth;
+
+  template <class L, bool kTiny>
+  static GW_BODY typename L::U encode(typename L::F x, const UnitParams& p, typename L::U rnd) {
+    using F = typename L::F;
+    using U = typename L::U;
+    if constexpr (kTiny) x = L::mul(x, L::set(p.pre));
+    const F t = L::mul(x, L::set(p.scale));
+    U cell = L::select_u(L::less(t, L::set(p.limit)), L::set_u(0), L::set_u(kSize / 2));
+    for (int half = kSize / 4; half > 0; half /= 2) {
+      const U next = L::add_u(cell, L::set_u(half));
+      cell = L::select_u(L::less(t, L::template lookup<kSize>(p.table, next)), cell, next);
+    }
+    const F above = L::sub(t, L::template lookup<kSize>(p.table, cell));
+    const F chance = L::add(L::mul(above, L::template lookup<kSize>(p.table + kSize, cell)), L::set(p.b));
+    // Adding 2^23 rounds the chance to an integer; the random bits are brought beside it without a conversion.
+    const typename L::M up = L::less(L::from_bits(L::or_u(rnd, L::set_u(0x4b000000u))), L::add(chance, L::set(8388608.0f)));
+    return L::select_u(up, L::add_u(cell, L::set_u(1)), cell);
+  }
+  template <class L>
+  static GW_BODY typename L::F decode(typename L::U code, const UnitParams& p) {
+    return L::mul(L::template lookup<kSize>(p.table, L::and_u(code, L::set_u(kSize - 1))), L::set(p.a));
+  }
+  template <class L>
+  static GW_BODY typename L::U check(typename L::U seen, typename L::U code) {
+    return L::max_u(seen, code);
+  }
+  static GW_BODY bool bad(uint32_t seen, const Scheme& s) { return seen >= s.top; }
+};
+
+// Powers of two of the largest magnitude, and zero (Chen et al., Quantized Adam, 2021): the nearest in value. Half a binade
+// is added to the pattern, so that the exponent rounds where the middle between two powers is.
+struct LogBody {
+  static constexpr int kCodeBits = 0;
+  static constexpr bool kRandom = false;
+
+  template <class L, bool kTiny>
+  static GW_BODY typename L::U encode(typename L::F x, const UnitParams& p, typename L::U) {
+    using U = typename L::U;
+    if constexpr (kTiny) x = L::mul(x, L::set(p.pre));
+    const U magnitude = L::and_u(L::bits(L::mul(x, L::set(p.scale))), L::set_u(0x7fffffffu));
+    const U exponent = L::max_u(L::template shr<23>(L::add_u(magnitude, L::set_u(0x400000u))), L::set_u(p.base));
+    const U rank = L::sub_u(L::min_u(exponent, L::set_u(127)), L::set_u(p.base - 1));
+    const U size = L::select_u(L::less_u(magnitude, L::set_u((p.base - 1) << 23)), L::set_u(0), rank);  // below half of the least power
+    return L::select_u(L::less(x, L::set(0.0f)), L::sub_u(L::set_u(p.top), size), L::add_u(L::set_u(p.top), size));
+  }
+  template <class L>
+  static GW_BODY typename L::F decode(typename L::U code, const UnitParams& p) {
+    using U = typename L::U;
+    const typename L::M negative = L::less_u(code, L::set_u(p.top));
+    const U size = L::select_u(negative, L::sub_u(L::set_u(p.top), code), L::sub_u(code, L::set_u(p.top)));
+    const U power = L::template shl<23>(L::add_u(size, L::set_u(p.base - 1)));
+    const U sign = L::select_u(negative, L::set_u(0x80000000u), L::set_u(0));
+    return L::mul(L::from_bits(L::select_u(L::equal_u(size, L::set_u(0)), L::set_u(0), L::or_u(sign, power))), L::set(p.a));
+  }
+  template <class L>
+  static GW_BODY typename L::U check(typename L::U seen, typename L::U code) {
+    return L::max_u(seen, code);
+  }
+  static GW_BODY bool bad(uint32_t seen, const Scheme& s) { return seen > 2 * (s.steps + 1); }
+};
+
+// Range floats (Wang et al., HPDC 2020): codes 1.. are the patterns of positive numbers from the least to the largest with a
+// short mantissa, then those of negative ones. kRound: to nearest, zero below half of the least; else cut off, as published.
+template <bool kRound>
+struct RangeBody {
+  static constexpr int kCodeBits = 0;
+  static constexpr bool kRandom = false;
+
+  template <class L, bool>
+  static GW_BODY typename L::U encode(typename L::F x, const UnitParams& p, typename L::U) {
+    using U = typename L::U;
+    const U magnitude = L::and_u(L::bits(x), L::set_u(0x7fffffffu));
+    const uint32_t least = p.base << p.shift, half = kRound && p.shift ? 1u << (p.shift - 1) : 0;
+    const U pattern = L::max_u(L::shr_by(L::add_u(magnitude, L::set_u(half)), p.shift), L::set_u(p.base));
+    const U size = L::sub_u(pattern, L::set_u(p.base - 1));
+    const U code = L::select_u(L::less(x, L::set(0.0f)), L::add_u(L::min_u(size, L::set_u(p.bottom)), L::set_u(p.top)),
+                               L::min_u(size, L::set_u(p.top)));
+    // Half of a normal number has the exponent below; of a subnormal, half the pattern.
+    const uint32_t zero = !kRound ? least : least >= 0x1000000u ? least - 0x800000u : float_bits(bits_float(least) * 0.5f);
+    const typename L::M small = L::less_u(magnitude, L::set_u(zero > 1 ? zero : 1));
+    return L::select_u(small, L::set_u(0), code);
+  }
+  template <class L>
+  static GW_BODY typename L::F decode(typename L::U code, const UnitParams& p) {
+    using U = typename L::U;
+    const typename L::M negative = L::less_u(L::set_u(p.top), code);
+    const U size = L::select_u(negative, L::min_u(L::sub_u(code, L::set_u(p.top)), L::set_u(p.bottom)), code);
+    const U pattern = L::shl_by(L::add_u(size, L::set_u(p.base - 1)), p.shift);
+    const U sign = L::select_u(negative, L::set_u(0x80000000u), L::set_u(0));
+    const U value = L::select_u(L::equal_u(code, L::set_u(0)), L::set_u(0), L::or_u(sign, pattern));
+    // Nothing is scaled, so the not-a-number of a marked unit comes in by hand.
+    return p.a != p.a ? L::set(bits_float(kMarker)) : L::from_bits(value);
+  }
+  template <class L>
+  static GW_BODY typename L::U check(typename L::U seen, typename L::U code) {
+    return L::max_u(seen, code);
+  }
+  static GW_BODY bool bad(uint32_t seen, const Scheme& s) { return s.stat == Stat::fixed && seen > s.top + s.bottom; }
+};
+
+// Uniform levels with up to 16 bits (unigrid; wide steps of dqsgd), clipped at the limit. As UniformBody, but on a grid of 2^-8 level,
+// which is what the float's 24 bits leave beside 15 bits of level: rounding is off by at most 2^-9.
+struct WideBody {
+  static constexpr int kCodeBits = 0;
+  static constexpr bool kRandom = true;
+
+  template <class L, bool kTiny>
+  static GW_BODY typename L::U encode(typename L::F x, const UnitParams& p, typename L::U rnd) {
+    x = L::min(L::max(x, L::set(-p.limit)), L::set(p.limit));
+    if constexpr (kTiny) x = L::mul(x, L::set(p.pre));
+    const typename L::U y = L::as_u(L::round(L::mul(x, L::set(p.scale))));
+    return L::template shr<8>(L::add_u(L::add_u(y, L::template shr<8>(rnd)), L::set_u(p.top << 8)));
+  }
+  template <class L>
+  static GW_BODY typename L::F decode(typename L::U code, const UnitParams& p) {
+    const typename L::F level = L::sub(L::from_bits(L::or_u(code, L::set_u(0x4b000000u))), L::set(8388608.0f + static_cast<float>(p.top)));
+    return L::mul(level, L::set(p.a));
+  }
+  template <class L>
+  static GW_BODY typename L::U check(typename L::U seen, typename L::U code) {
+    return L::max_u(seen, code);
+  }
+  static GW_BODY bool bad(uint32_t seen, const Scheme& s) { return seen > 2 * levels(s); }
+};
+
+// Nothing is sent, and zero arrives.
+struct NoneBody {
+  static constexpr int kCodeBits = 0;
+  static constexpr bool kRandom = false;
+
+  template <class L, bool>
+  static GW_BODY typename L::U encode(typename L::F, const UnitParams&, typename L::U) {
+    return L::set_u(0);
+  }
+  template <class L>
+  static GW_BODY typename L::F decode(typename L::U, const UnitParams&) {
+    return L::set(0.0f);
+  }
+  template <class L>
+  static GW_BODY typename L::U check(typename L::U seen, typename L::U) {
+    return seen;
+  }
+  static GW_BODY bool bad(uint32_t, const Scheme&) { return false; }
+};
+
+// Calls call.template run<Body>() with the body that a scheme names.
+template <class Call>
+GW_DISPATCH auto with_method(const Scheme& s, Call& call) {
+  switch (s.body) {
+    case Body::levels:
+      switch (s.bits) {
+        case 2: return call.template run<LevelsBody<2>>();
+        case 3: return call.template run<LevelsBody<3>>();
+        case 4: return call.template run<LevelsBody<4>>();
+        default: return call.template run<LevelsBody<8>>();
+      }
+    case Body::log: return call.template run<LogBody>();
+    case Body::range: return s.truncate ? call.template run<RangeBody<false>>() : call.template run<RangeBody<true>>();
+    case Body::wide: return call.template run<WideBody>();
+    default: return call.template run<NoneBody>();
+  }
+}

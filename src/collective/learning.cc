@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "collective/learning.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace gradwire {
+
+Learning::Learning(const Job& job, Side side, const Engine& engine) : fixed_(side == Side::up ? job.up : job.down) {
+  std::map<std::string, std::vector<size_t>> same;
+  for (size_t i = 0; i < fixed_.size(); ++i)
+    if (fixed_[i].traits().learns) same[fixed_[i].str()].push_back(i);
+  for (auto& [spec, tensors] : same) {
+    uint64_t elements = 0;
+    for (size_t i : tensors) elements += job.tensors[i].count;
+    const Codec codec = fixed_[tensors[0]];
+    // Down, every element has one sender.
+    Learner learner(codec, elements, side == Side::up ? engine.size() : 1);
+    learners_.push_back({fmt::format("{}:{}", side == Side::up ? "up" : "down", spec), std::move(tensors), std::move(learner)});
+  }
+}
+
+std::vector<Codec> Learning::codecs(uint64_t step, double rate) const {
+  std::vector<Codec> all = fixed_;
+  for (const Entry& entry : learners_) {
+    const Codec codec = entry.learner.codec(step, rate);
+    for (size_t i : entry.tensors) all[i] = codec;
+  }
+  return all;
+}
+
+bool Learning::looks(uint64_t step) const {
+  return std::any_of(learners_.begin(), learners_.end(), [&](const Entry& entry) { return entry.learner.looks(step); });
+}
+bool Learning::ahead() const {
+  return std::any_of(learners_.begin(), learners_.end(), [](const Entry& entry) { return entry.learner.ahead(); });
+}
+
+void Learning::look(Runner& runner, std::span<const Shard> shards, uint64_t step, std::span<const void* const> tensors, const Residuals* residuals,
+                    std::span<const std::byte> message, bool ahead) {
+  for (Entry& entry : learners_) {
+    if (!entry.learner.looks(step) || entry.learner.ahead() != ahead) continue;
+    std::vector<uint32_t> which;
+    for (uint32_t s = 0; s < shards.size(); ++s)
+      if (std::find(entry.tensors.begin(), entry.tensors.end(), shards[s].tensor) != entry.tensors.end()) which.push_back(s);
+    if (which.empty()) continue;
+    entry.learner.look(runner, which, step, tensors, residuals, message);
+    runner.wait();
+    entry.learner.collect();
+  }
+}
+
+void Learning::learn(Engine& engine, uint64_t step, bool ahead) {
+  std::vector<Entry*> due;
+  size_t bytes = 0;
+  for (Entry& entry : learners_)
+    if (entry.learner.looks(step) && entry.learner.ahead() == ahead) {
+      due.push_back(&entry);
+      bytes += entry.learner.evidence_bytes();
+    }
+  if (due.empty()) return;
+  const auto world = static_cast<size_t>(engine.size()), me = static_cast<size_t>(engine.rank());
+  std::vector<std::vector<std::byte>> all(world, std::vector<std::byte>(bytes));
+  size_t at = 0;
+  for (Entry* entry : due) {
+    entry->learner.take_evidence(std::span(all[me]).subspan(at, entry->learner.evidence_bytes()));
+    at += entry->learner.evidence_bytes();
+  }
+  engine.all_gather(all[me], std::vector<Bytes>(all.begin(), all.end())).wait();
+  at = 0;
+  for (Entry* entry : due) {
+    std::vector<std::span<const std::byte>> ranks;
+    for (const auto& one : all) ranks.push_back(std::span(one).subspan(at, entry->learner.evidence_bytes()));
+    entry->learner.learn(step, ranks);
+    at += entry->learner.evidence_bytes();
+  }
+}
+
+void Learning::keep(ErrorFeedback& feedback) const {
+  for (const Entry& entry : learners_) feedback.set_note(entry.note, entry.learner.save());
+}
+
+void Learning::restore(const ErrorFeedback& feedback) {
+  for (Entry& entry : learners_) {
+    const auto found = feedback.notes().find(entry.note);
+    if (found != feedback.notes().end()) entry.learner.restore(found->second);
+  }
+}
+
+}  // namespace gradwire
