@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The transform, its short floats and the units of the codec `fft`, below plans and messages. The transform is held against the
-// sum that defines it, in double, and against KissFFT where that is installed; vectors against the reference loop, bit for
-// bit; what is kept against a sort; errors and sizes against the published figures.
+// The transform, its short floats and the units of the codec `fft`, below plans and messages. The transform is held
+// against the sum that defines it, in double, and against KissFFT where that is installed; vectors against the
+// reference loop, bit for bit; what is kept against a sort; errors and sizes against the published figures.
+#include "flow/fft.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,7 +17,6 @@
 #include <vector>
 
 #include "device/lane.h"
-#include "flow/fft.h"
 
 #if __has_include(<kissfft/kiss_fftr.h>) && defined(GRADWIRE_TEST_KISSFFT)
 #include <kissfft/kiss_fftr.h>
@@ -26,6 +27,7 @@ namespace gradwire {
 namespace {
 
 #define GW_BODY inline
+#define GW_QUOTIENT(a, b) ((a) / (b))
 #include "device/fft-inl.h"
 #undef GW_BODY
 
@@ -167,11 +169,13 @@ TEST(FftTransform, OfOneWaveIsOneBin) {
   for (const uint32_t size : {64u, 1024u, 4096u})
     for (const uint32_t bin : {0u, 1u, size / 4, size / 2 - 1}) {
       std::vector<float> x(size);
-      for (uint32_t i = 0; i < size; ++i) x[i] = static_cast<float>(std::cos(2 * kPi * ((uint64_t{bin} * i) % size) / size));
+      for (uint32_t i = 0; i < size; ++i)
+        x[i] = static_cast<float>(std::cos(2 * kPi * ((uint64_t{bin} * i) % size) / size));
       for (const Kernels* kernels : all_kernels()) {
         fft_kernels(*kernels).forward(x.data(), size, 1.0f, 1.0f, b.work);
         for (uint32_t j = 0; j < size / 2; ++j) {
-          EXPECT_NEAR(b.work.re[j], j == bin ? (bin ? size : 2 * size) : 0, 2e-6 * size) << size << ' ' << bin << ' ' << j;
+          EXPECT_NEAR(b.work.re[j], j == bin ? (bin ? size : 2 * size) : 0, 2e-6 * size)
+              << size << ' ' << bin << ' ' << j;
           EXPECT_NEAR(b.work.im[j], 0, 2e-6 * size) << size << ' ' << bin << ' ' << j;
         }
       }
@@ -179,7 +183,8 @@ TEST(FftTransform, OfOneWaveIsOneBin) {
 }
 
 TEST(FftUnits, AreTheSameBytesOnEveryTarget) {
-  const std::vector<uint64_t> counts = {1, 2, 63, 64, 65, 200, 256, 257, 1000, 1024, 1025, 1300, 4095, 4096, 4097, 9000, 20000};
+  const std::vector<uint64_t> counts = {1,    2,    63,   64,   65,   200,  256,  257,  1000,
+                                        1024, 1025, 1300, 4095, 4096, 4097, 9000, 20000};
   for (const uint32_t chunk : {256u, 512u, 1024u, 2048u, 4096u})
     for (const uint64_t count : counts)
       for (const int kind : {0, 1, 2, 3}) {
@@ -199,7 +204,8 @@ TEST(FftUnits, AreTheSameBytesOnEveryTarget) {
         for (const Kernels* kernels : vector_kernels()) {
           const Coded found = code(*kernels, scheme, x);
           ASSERT_EQ(found.words, expected.words) << kernels->name << ' ' << chunk << ' ' << count << ' ' << kind;
-          ASSERT_EQ(0, std::memcmp(found.decoded.data(), expected.decoded.data(), count * sizeof(float))) << kernels->name;
+          ASSERT_EQ(0, std::memcmp(found.decoded.data(), expected.decoded.data(), count * sizeof(float)))
+              << kernels->name;
           ASSERT_EQ(found.check.total(), expected.check.total());
         }
       }
@@ -212,8 +218,8 @@ TEST(FftUnits, KeepExactlyTheStrongestBinsAndTheLowerOfEquals) {
       for (const double keep : {0.001, 0.15, 0.5, 0.9, 1.0})
         for (const int kind : {0, 1, 2, 3}) {
           std::vector<float> x = white(size, size + static_cast<uint32_t>(kind));
-          if (kind == 1) std::fill(x.begin(), x.end(), 0.0f);              // all weights alike
-          if (kind == 2) std::fill(x.begin() + 1, x.end(), 0.0f);          // an impulse: all bins alike but for rounding
+          if (kind == 1) std::fill(x.begin(), x.end(), 0.0f);      // all weights alike
+          if (kind == 2) std::fill(x.begin() + 1, x.end(), 0.0f);  // an impulse: all bins alike but for rounding
           if (kind == 3) x = correlated(size, 0.99, size);
           FftScheme scheme;
           scheme.chunk = size;
@@ -224,15 +230,17 @@ TEST(FftUnits, KeepExactlyTheStrongestBinsAndTheLowerOfEquals) {
           const Grid grid = grid_for(top);
           fft_kernels(*kernels).forward(x.data(), size, grid.pre, grid.grid, b.work);
           std::vector<uint32_t> weight(bins), order(bins);
-          for (uint32_t j = 0; j < bins; ++j) weight[j] = bits((b.work.re[j] * b.work.re[j] + b.work.im[j] * b.work.im[j]) * (j ? 1.0f : 0.5f));
+          for (uint32_t j = 0; j < bins; ++j)
+            weight[j] = bits((b.work.re[j] * b.work.re[j] + b.work.im[j] * b.work.im[j]) * (j ? 1.0f : 0.5f));
           std::iota(order.begin(), order.end(), 0u);
           std::stable_sort(order.begin(), order.end(), [&](uint32_t p, uint32_t q) { return weight[p] > weight[q]; });
           std::vector<uint32_t> expected(bins / 32, 0);
           for (uint32_t j = 0; j < kept; ++j) expected[order[j] / 32] |= 1u << (order[j] % 32);
           for (const uint32_t first : {0u, 1u << 23, 40u << 23, 0x7fffffffu}) {  // wherever the search begins
-            uint32_t guess = first;
+            uint32_t memory = first;
             std::vector<uint32_t> words(fft_size_words(scheme, size));
-            fft_kernels(*kernels).encode(scheme, range_float_of(scheme), x.data(), size, words.data(), nullptr, 1, guess, b.work);
+            fft_kernels(*kernels).encode(scheme, range_float_of(scheme), x.data(), size, words.data(), nullptr, 1,
+                                         memory, b.work);
             words.resize(bins / 32);
             ASSERT_EQ(words, expected) << kernels->name << ' ' << size << ' ' << keep << ' ' << kind;
           }
@@ -247,7 +255,8 @@ TEST(FftUnits, LeaveInTheResidualWhatTheReceiverLacks) {
         std::vector<float> before = white(x.size(), 4), after(x.size(), 0.0f), sum(x.size());
         std::vector<uint16_t> before16(x.size()), after16(x.size());
         for (size_t i = 0; i < x.size(); ++i) before16[i] = f32_to_bf16(before[i]);
-        for (size_t i = 0; i < x.size(); ++i) sum[i] = x[i] + (residual == DType::f32 ? before[i] : bf16_to_f32(before16[i])) * 4.0f;
+        for (size_t i = 0; i < x.size(); ++i)
+          sum[i] = x[i] + (residual == DType::f32 ? before[i] : bf16_to_f32(before16[i])) * 4.0f;
         FftScheme scheme;
         scheme.chunk = chunk;
         scheme.keep = 0.2;
@@ -317,7 +326,9 @@ TEST(FftUnits, LoseWhatThePublishedFiguresSay) {
   FftScheme scheme;
   scheme.chunk = 4096;
   scheme.keep = 1 - 0.85;
-  const auto error = [&](const std::vector<float>& x) { return relative_error(x, code(kernels_named(""), scheme, x).decoded); };
+  const auto error = [&](const std::vector<float>& x) {
+    return relative_error(x, code(kernels_named(""), scheme, x).decoded);
+  };
   scheme.bits = 32;
   const double only_kept = error(white(65536, 21));
   EXPECT_NEAR(1 - only_kept, 0.435, 0.005);  // energy in 15 % of the bins of white noise
@@ -363,7 +374,8 @@ TEST(FftUnits, RefuseLiesByName) {
   EXPECT_EQ(verdict(scheme, honest.words, 3, honest.words[3] ^ 0x80000000u), "bitmap");
   ASSERT_EQ(2 * fft_kept(scheme, 128) * 10 % 32, 28u);
   EXPECT_EQ(verdict(scheme, honest.words, side - 1, honest.words[side - 1] | 0x10000000u), "padding");
-  for (const uint32_t lie : {0x80000000u, bits(-1.0f), kInfBits, 0x7fc00001u, 0xffffffffu}) EXPECT_EQ(verdict(scheme, honest.words, side, lie), "side");
+  for (const uint32_t lie : {0x80000000u, bits(-1.0f), kInfBits, 0x7fc00001u, 0xffffffffu})
+    EXPECT_EQ(verdict(scheme, honest.words, side, lie), "side");
   EXPECT_EQ(verdict(scheme, honest.words, side, kMarker), "bitmap");  // a marked unit is empty
   std::vector<uint32_t> marked(honest.words.size(), 0);
   marked[side] = kMarker;
@@ -372,7 +384,8 @@ TEST(FftUnits, RefuseLiesByName) {
 
   scheme.bits = 32;
   const Coded plain = code(scalar_kernels(), scheme, x);
-  for (const uint32_t lie : {bits(1.0f) + 1, bits(-1.0f) + 1, kInfBits, kMarker}) EXPECT_EQ(verdict(scheme, plain.words, 6, lie), "codes");
+  for (const uint32_t lie : {bits(1.0f) + 1, bits(-1.0f) + 1, kInfBits, kMarker})
+    EXPECT_EQ(verdict(scheme, plain.words, 6, lie), "codes");
   EXPECT_EQ(verdict(scheme, plain.words, 6, bits(-1.0f)), "honest");
 
   scheme.bits = 16;  // with 3 bits of mantissa there are fewer floats than codes
@@ -425,7 +438,8 @@ TEST(RangeFloats, RoundToTheNearest) {
     for (float x : white(2000, 41)) {
       x = std::clamp(x / 4, -1.0f, 1.0f);
       double best = 9;
-      for (uint32_t code = 0; code <= f.most(); ++code) best = std::min(best, std::abs(double{range_decode(f, code)} - x));
+      for (uint32_t code = 0; code <= f.most(); ++code)
+        best = std::min(best, std::abs(double{range_decode(f, code)} - x));
       EXPECT_EQ(std::abs(double{range_decode(f, range_encode(f, x))} - x), best) << x;
     }
   }

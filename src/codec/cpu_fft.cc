@@ -8,6 +8,7 @@
 #include "device/lane.h"
 
 #if !defined(GW_UNROLL)
+#define GW_QUOTIENT(a, b) ((a) / (b))
 #if defined(__clang__)
 #define GW_UNROLL _Pragma("unroll")
 #else

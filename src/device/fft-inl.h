@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The transform over lanes: butterflies, the step between complex and real, the short floats, and the search for the weight of
-// the last bin that is kept. The CPU's passes (fft_cpu-inl.h) and the GPU's (cuda_fft.cuh) are made of these; they may
-// visit things in another order, but the operations are these, each rounded by itself.
+// The transform over lanes: butterflies, the step between complex and real, the short floats, and the search for the
+// weight of the last bin that is kept. The CPU's passes (fft_cpu-inl.h) and the GPU's (cuda_fft.cuh) are made of these;
+// they may visit things in another order, but the operations are these, each rounded by itself.
 //
-// Included once per target (no include guard); GW_BODY is how that place spells "inline".
+// Included once per target (no include guard); GW_BODY is how that place spells "inline", GW_QUOTIENT a division that
+// need not be exact.
 
 template <class L>
 struct FftParts {
@@ -100,13 +101,14 @@ struct FftParts {
     b = t;
   }
 
-  // Bin j of the real transform, doubled, from numbers j and bins - j of the complex one (c, s: the table's split). Bin 0 comes
-  // out with its first part only; the second is twice the difference of number 0's parts.
+  // Bin j of the real transform, doubled, from numbers j and bins - j of the complex one (c, s: the table's split). Bin
+  // 0 comes out with its first part only; the second is twice the difference of number 0's parts.
   static GW_BODY C real_of(C a, C b, F c, F s) {
     const F er = L::add(a.r, b.r), ei = L::sub(a.i, b.i), fr = L::sub(a.r, b.r), fi = L::add(a.i, b.i);
     return {L::add(er, L::sub(L::mul(c, fi), L::mul(s, fr))), L::sub(ei, L::add(L::mul(c, fr), L::mul(s, fi)))};
   }
-  // The way back: number j of the complex transform from bins j and bins - j. Number 0 is sum and difference of bin 0's parts.
+  // The way back: number j of the complex transform from bins j and bins - j. Number 0 is sum and difference of bin 0's
+  // parts.
   static GW_BODY C complex_of(C a, C b, F c, F s) {
     const F er = L::add(a.r, b.r), ei = L::sub(a.i, b.i), fr = L::sub(a.r, b.r), fi = L::add(a.i, b.i);
     return {L::sub(er, L::add(L::mul(s, fr), L::mul(c, fi))), L::add(ei, L::sub(L::mul(c, fr), L::mul(s, fi)))};
@@ -121,8 +123,9 @@ struct FftParts {
     const U magnitude = L::and_u(L::bits(x), L::set_u(0x7fffffffu));
     const U pattern = L::max_u(L::shr_by(L::add_u(magnitude, L::set_u(f.half)), f.shift), L::set_u(f.base));
     const U number = L::sub_u(pattern, L::set_u(f.base - 1));
-    const U code = L::select_u(L::less(x, L::set(0.0f)), L::add_u(L::min_u(number, L::set_u(f.negative)), L::set_u(f.positive)),
-                               L::min_u(number, L::set_u(f.positive)));
+    const U code =
+        L::select_u(L::less(x, L::set(0.0f)), L::add_u(L::min_u(number, L::set_u(f.negative)), L::set_u(f.positive)),
+                    L::min_u(number, L::set_u(f.positive)));
     return L::select_u(L::less_u(magnitude, L::set_u(f.zero)), L::set_u(0), code);
   }
   static GW_BODY F range_decode(U code, const RangeFloat& f) {
@@ -139,9 +142,9 @@ struct FftThreshold {
   uint32_t least, equals;
 };
 
-// count(t) is how many of `bins` weights reach t; `top` is the largest, `guess` any pattern to begin with. Where the search
-// goes through depends on the guess, where it ends does not: if some t is reached by exactly `kept` weights, any such t
-// chooses the same bins.
+// count(t) is how many of `bins` weights reach t; `top` is the largest, `guess` any pattern to begin with. Where the
+// search goes through depends on the guess, where it ends does not: if some t is reached by exactly `kept` weights, any
+// such t chooses the same bins.
 template <class Count>
 GW_BODY FftThreshold fft_threshold(uint32_t bins, uint32_t kept, uint32_t top, uint32_t guess, Count count) {
   uint32_t low = 0, high = top + 1, at_low = bins, at_high = 0;  // how many reach low: at least kept; high: fewer
@@ -172,20 +175,39 @@ GW_BODY FftThreshold fft_threshold(uint32_t bins, uint32_t kept, uint32_t top, u
     } else if (++tries % 3 == 0) {
       t = low + (high - low) / 2;
     } else {
-      const float share = static_cast<float>(at_low - kept) / static_cast<float>(at_low - at_high);
+      const float share = GW_QUOTIENT(static_cast<float>(at_low - kept), static_cast<float>(at_low - at_high));
       t = low + static_cast<uint32_t>(static_cast<float>(high - low) * share);
     }
   }
   return {high, kept - at_high};
 }
 
-// What the kept parts are multiplied by, and what the receiver multiplies by: `most` is the largest of them, `step` undoes the
-// power of two that was applied to the values. Bins are doubled, and the inverse is not normalised: hence 2 * size.
+// The power of two that values are multiplied by before the transform, pre * grid, as an exponent.
+GW_BODY int fft_power(Grid g) {
+  const uint32_t exponent = float_bits(g.grid) >> 23;  // 0: the subnormal 2^-127
+  return (exponent ? static_cast<int>(exponent) - 127 : -127) + (g.pre == 1.0f ? 0 : 100);
+}
+
+// Where to look first for a chunk's threshold, and what to remember of it for the next: weights as if nothing had been
+// multiplied. 0: nothing is known.
+GW_BODY uint32_t fft_guess(uint32_t memory, uint32_t top, int power) {
+  const uint32_t t = memory ? memory + (static_cast<uint32_t>(2 * power) << 23) : top - (2u << 23);
+  return t < top ? t : top;
+}
+GW_BODY uint32_t fft_memory(FftThreshold threshold, int power) {
+  return threshold.least - (static_cast<uint32_t>(2 * power) << 23);
+}
+
+// What the kept parts are multiplied by, and what the receiver multiplies by; `most` is the largest of them. Bins are
+// doubled, and the inverse is not normalised: hence 2 * size.
 struct FftScale {
   float times, side;
 };
-GW_BODY FftScale fft_scale(float most, uint32_t size, double step) {
+GW_BODY FftScale fft_scale(float most, uint32_t size, int power) {
   if (most == 0.0f) return {0.0f, 0.0f};
-  const float side = static_cast<float>(static_cast<double>(most) * (step / static_cast<double>(2 * size)));
+  // Exact but for the last step, which may round to a subnormal.
+  int twice = 1;
+  while (1u << twice < 2 * size) ++twice;
+  const float side = static_cast<float>(static_cast<double>(most) * fft_power_of_two(-power - twice));
   return {1.0f / most, float_bits(side) < kInfBits ? side : 0x1.fffffep127f};
 }

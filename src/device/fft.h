@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// The codec `fft` as plain data: what a unit of it is, how many words it takes, how its transform is cut in passes, and the
-// short floats its parts are written in. Host and GPU read this alike.
+// The codec `fft` as plain data: what a unit of it is, how many words it takes, how its transform is cut in passes, and
+// the short floats its parts are written in. Host and GPU read this alike.
 //
-// A unit is a chunk of `size` reals (a power of two; the last chunk of a tensor is padded with zeros to a size of its own). Its
-// real transform has size / 2 bins: bin 0 holds the two real ones (constant and alternating) as its parts, bin j the complex
-// number j. The strongest of them travel:
+// A unit is a chunk of `size` reals (a power of two; the last chunk of a tensor is padded with zeros to a size of its
+// own). Its real transform has size / 2 bins: bin 0 holds the two real ones (constant and alternating) as its parts,
+// bin j the complex number j. The strongest of them travel:
 //
-//   [bitmap: bin j is bit j % 32 of word j / 32][parts of the kept bins, re before im, in codes of `bits` bits][scale, f32]
+//   [bitmap: bin j is bit j % 32 of word j / 32][parts of the kept bins, re before im, in codes of `bits` bits][scale,
+//   f32]
 //
-// The transform of size / 2 complex numbers runs in two or three passes (Stockham: no reordering), the first of radix 16, so
-// that the numbers of 16 neighbours lie together from then on, whatever the vector's width. Every pass multiplies what it has
-// by numbers of one table. Which operation meets which operands is the same everywhere, and so are the bytes.
+// The transform of size / 2 complex numbers runs in two or three passes (Stockham: no reordering), the first of radix
+// 16, so that the numbers of 16 neighbours lie together from then on, whatever the vector's width. Every pass
+// multiplies what it has by numbers of one table. Which operation meets which operands is the same everywhere, and so
+// are the bytes.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "core/bits.h"
@@ -63,11 +66,11 @@ inline constexpr uint32_t kFftSizes = 7;  // 32 to 2048 complex numbers
 inline constexpr uint32_t kFftMostPasses = 3;
 
 struct FftPlan {
-  uint32_t bins = 0;                      // complex numbers
+  uint32_t bins = 0;  // complex numbers
   uint32_t passes = 0;
   uint32_t radix[kFftMostPasses] = {};
-  uint32_t at[kFftMostPasses] = {};       // entries of the table that the pass multiplies by: [radix - 1][left / radix]
-  uint32_t split = 0;                     // [bins] of cos and sin of 2 pi j / (2 bins), between complex and real
+  uint32_t at[kFftMostPasses] = {};  // entries of the table that the pass multiplies by: [radix - 1][left / radix]
+  uint32_t split = 0;                // [bins] of cos and sin of 2 pi j / (2 bins), between complex and real
   uint32_t end = 0;
 };
 
@@ -96,23 +99,32 @@ GW_HD constexpr FftPlan fft_plan(uint32_t bins) {
 inline constexpr uint32_t kFftEntries = fft_plan(2048).end;
 
 struct FftTable {
-  // Entry e is re[e] + i im[e]: powers of exp(-2 pi i / left) in the passes; (cos, sin) for the split. Vectors may read past
-  // the end.
+  // Entry e is re[e] + i im[e]: powers of exp(-2 pi i / left) in the passes; (cos, sin) for the split. Vectors may read
+  // past the end.
   alignas(64) float re[kFftEntries + 16], im[kFftEntries + 16];
 };
-const FftTable& fft_table();           // computed once, in double, without the C library's sine
+const FftTable& fft_table();                // computed once, in double, without the C library's sine
 const FftPlan& fft_plan_of(uint32_t bins);  // as fft_plan(), looked up
+
+GW_HD inline double fft_power_of_two(int exponent) {  // of a normal double
+  const uint64_t bits = static_cast<uint64_t>(1023 + exponent) << 52;
+#if defined(__CUDA_ARCH__)
+  return __longlong_as_double(static_cast<long long>(bits));
+#else
+  return std::bit_cast<double>(bits);
+#endif
+}
 
 // --- range floats ------------------------------------------------------------------------------------------------
 
-// A short float (Wang et al., HPDC 2020): bit patterns with all but a few bits of mantissa dropped, counted from that of the
-// least magnitude on. 0 is zero, then the positive ones from the least on, then the negative ones.
+// A short float (Wang et al., HPDC 2020): bit patterns with all but a few bits of mantissa dropped, counted from that
+// of the least magnitude on. 0 is zero, then the positive ones from the least on, then the negative ones.
 struct RangeFloat {
-  uint32_t shift = 0;    // mantissa bits that are dropped
-  uint32_t base = 0;     // pattern of the least magnitude
+  uint32_t shift = 0;                   // mantissa bits that are dropped
+  uint32_t base = 0;                    // pattern of the least magnitude
   uint32_t positive = 0, negative = 0;  // codes on each side
-  uint32_t half = 0;     // added before dropping
-  uint32_t zero = 0;     // magnitudes below this pattern become zero
+  uint32_t half = 0;                    // added before dropping
+  uint32_t zero = 0;                    // magnitudes below this pattern become zero
 
   GW_HD uint32_t most() const { return positive + negative; }  // the largest code
 };

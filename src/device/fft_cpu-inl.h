@@ -168,12 +168,11 @@ struct FftDriver {
     return static_cast<uint32_t>(L::reduce_add(L::add_u(sum0, sum1)));
   }
 
-  static void choose(const float* weight, uint32_t bins, uint32_t kept, uint32_t& guess, uint32_t* bitmap) {
+  static void choose(const float* weight, uint32_t bins, uint32_t kept, int power, uint32_t& memory, uint32_t* bitmap) {
     const uint32_t top = top_of(weight, bins);
-    // The guess is a distance from the strongest bin.
-    const FftThreshold threshold = fft_threshold(bins, kept, top, top > guess ? top - guess : 0,
+    const FftThreshold threshold = fft_threshold(bins, kept, top, fft_guess(memory, top, power),
                                                  [&](uint32_t t) { return reached(weight, bins, t); });
-    guess = top - (threshold.least < top ? threshold.least : top);
+    memory = fft_memory(threshold, power);
     const U least = L::set_u(threshold.least);
     for (uint32_t word = 0; word < bins / 32; ++word) {
       uint32_t bits = 0;
@@ -198,7 +197,7 @@ struct FftDriver {
   }
 
   static void encode(const FftScheme& scheme, const RangeFloat& range, const float* x, uint32_t size, uint32_t* words, float* rest,
-                     float unscale, uint32_t& guess, const FftWork& w) {
+                     float unscale, uint32_t& memory, const FftWork& w) {
     const uint32_t bins = size / 2, kept = fft_kept(scheme, bins), code_words = fft_code_words(scheme, kept);
     uint32_t *bitmap = words, *codes = words + bins / 32, *side = codes + code_words;
     const uint32_t top = top_of(x, size);
@@ -211,7 +210,7 @@ struct FftDriver {
     }
     const Grid grid = grid_for(top);
     forward(x, size, grid.pre, grid.grid, w);
-    choose(w.weight, bins, kept, guess, bitmap);
+    choose(w.weight, bins, kept, fft_power(grid), memory, bitmap);
 
     for_kept(bitmap, bins, [&](uint32_t n, uint32_t bin) {
       w.pairs[2 * n] = w.re[bin];
@@ -220,7 +219,7 @@ struct FftDriver {
     const uint32_t whole = (2 * kept + kWidth - 1) / kWidth * kWidth;
     for (uint32_t i = 2 * kept; i < whole; ++i) w.pairs[i] = 0;
     const float most = bits_float(top_of(w.pairs, whole));
-    const FftScale scale = fft_scale(most, size, grid_step(top));
+    const FftScale scale = fft_scale(most, size, fft_power(grid));
     *side = float_bits(scale.side);
     const F times = L::set(scale.times);
     if (scheme.bits == 32) {

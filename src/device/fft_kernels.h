@@ -12,11 +12,11 @@ namespace gradwire {
 // Working memory of one thread, cut out of its Scratch. What encode_fft() and decode_fft() stage lies in front.
 struct FftWork {
   static constexpr uint32_t kReals = kFftMostChunk + 64, kBins = kFftMostChunk / 2 + 80;
-  float *x, *y;                // a group of units, as it comes, and as it is decoded or what is left of it
-  float *re, *im;              // bins, or the complex numbers under way
+  float *x, *y;    // a group of units, as it comes, and as it is decoded or what is left of it
+  float *re, *im;  // bins, or the complex numbers under way
   float *re1, *im1;
   float* weight;
-  float* pairs;                // parts of kept bins
+  float* pairs;  // parts of kept bins
   uint32_t* codes;
 
   explicit FftWork(Scratch& s) {
@@ -45,10 +45,11 @@ struct FftKernels {
   void (*forward)(const float* x, uint32_t size, float pre, float grid, const FftWork&);
   // work.re, work.im, relative to the scale, to values. Overwrites re, im, re1, im1.
   void (*inverse)(uint32_t size, float scale, float* out, const FftWork&);
-  // One unit of `size` values, zeros behind the tensor's end. `rest`, where not null, gets what is left for error feedback:
-  // (x - decoded) * unscale, or NaN if the unit was marked; it may be x. `guess` is kept from unit to unit and only saves time.
-  void (*encode)(const FftScheme&, const RangeFloat&, const float* x, uint32_t size, uint32_t* words, float* rest, float unscale,
-                 uint32_t& guess, const FftWork&);
+  // One unit of `size` values, zeros behind the tensor's end. `rest`, where not null, gets what is left for error
+  // feedback: (x - decoded) * unscale, or NaN if the unit was marked; it may be x. `memory`, 0 at first, goes from unit
+  // to unit and only saves time.
+  void (*encode)(const FftScheme&, const RangeFloat&, const float* x, uint32_t size, uint32_t* words, float* rest,
+                 float unscale, uint32_t& memory, const FftWork&);
   void (*decode)(const FftScheme&, const RangeFloat&, const uint32_t* words, uint32_t size, float* out, const FftWork&);
 };
 

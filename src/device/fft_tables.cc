@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of the transform. Sine and cosine come from their series on an eighth of a turn, in plain double arithmetic, and by
-// symmetry beyond it: the same floats on every host, and exactly opposite values where mathematics has them.
+// The table of the transform. Sine and cosine come from their series on an eighth of a turn, in plain double
+// arithmetic, and by symmetry beyond it: the same floats on every host, and exactly opposite values where mathematics
+// has them.
 #include <array>
 #include <memory>
 
@@ -30,10 +31,14 @@ Turn turn(uint32_t part, uint32_t of) {  // 2 pi part / of; of a multiple of 8
   const Turn t = eighth(2 * kPi * (mirrored ? quarter - rest : rest) / of);
   const double c = mirrored ? t.sin : t.cos, s = mirrored ? t.cos : t.sin;
   switch (quadrant) {
-    case 0: return {c, s};
-    case 1: return {-s, c};
-    case 2: return {-c, -s};
-    default: return {s, -c};
+    case 0:
+      return {c, s};
+    case 1:
+      return {-s, c};
+    case 2:
+      return {-c, -s};
+    default:
+      return {s, -c};
   }
 }
 

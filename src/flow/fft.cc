@@ -68,12 +68,12 @@ const char* check_unit(const FftScheme& scheme, const RangeFloat& range, const U
 
 }  // namespace
 
-void encode_fft(const Kernels& kernels, const FftKernels& fft, const FftScheme& scheme, const Span& s, uint64_t begin, uint64_t end,
-                Scratch& scratch, LaneSums& check) {
+void encode_fft(const Kernels& kernels, const FftKernels& fft, const FftScheme& scheme, const Span& s, uint64_t begin,
+                uint64_t end, Scratch& scratch, LaneSums& check) {
   const FftWork work(scratch);
   const RangeFloat range = range_float_of(scheme);
   const float unscale = 1.0f / s.loss_scale;
-  uint32_t guess = 2u << 23;  // a quarter of the strongest
+  uint32_t memory = 0;
   const uint32_t* last = s.region;
   for (uint64_t group = begin; group < end; ++group) {
     const Blocks blocks = blocks_of(scheme, s, group);
@@ -91,11 +91,12 @@ void encode_fft(const Kernels& kernels, const FftKernels& fft, const FftScheme& 
         for (uint64_t i = (blocks.end - blocks.begin) * kBlock; i < fft_group(scheme); ++i) work.x[i] = 0;
     }
     for_units(scheme, s, group, [&](const Unit& u) {
-      fft.encode(scheme, range, x + u.at, u.size, u.words, s.before ? work.y + u.at : nullptr, unscale, guess, work);
+      fft.encode(scheme, range, x + u.at, u.size, u.words, s.before ? work.y + u.at : nullptr, unscale, memory, work);
       last = u.words + fft_size_words(scheme, u.size);
     });
     if (s.before)
-      for (uint64_t block = blocks.begin; block < blocks.end; ++block) kernels.put_residual(s, block, work.y + (block - blocks.begin) * kBlock);
+      for (uint64_t block = blocks.begin; block < blocks.end; ++block)
+        kernels.put_residual(s, block, work.y + (block - blocks.begin) * kBlock);
   }
   if (begin >= end) return;
   const uint32_t* first = s.region + begin * fft_group(scheme) / scheme.chunk * fft_unit_words(scheme, scheme.chunk);
@@ -111,8 +112,8 @@ const char* check_fft(const FftScheme& scheme, const Span& s, uint64_t group) {
   return field;
 }
 
-void decode_fft(const Kernels& kernels, const FftKernels& fft, const FftScheme& scheme, const Span& s, uint64_t begin, uint64_t end,
-                Scratch& scratch) {
+void decode_fft(const Kernels& kernels, const FftKernels& fft, const FftScheme& scheme, const Span& s, uint64_t begin,
+                uint64_t end, Scratch& scratch) {
   const FftWork work(scratch);
   const RangeFloat range = range_float_of(scheme);
   for (uint64_t group = begin; group < end; ++group) {
@@ -121,7 +122,8 @@ void decode_fft(const Kernels& kernels, const FftKernels& fft, const FftScheme& 
     float* y = direct ? static_cast<float*>(s.out) + blocks.begin * kBlock : work.y;
     for_units(scheme, s, group, [&](const Unit& u) { fft.decode(scheme, range, u.words, u.size, y + u.at, work); });
     if (!direct)
-      for (uint64_t block = blocks.begin; block < blocks.end; ++block) kernels.put(s, block, work.y + (block - blocks.begin) * kBlock);
+      for (uint64_t block = blocks.begin; block < blocks.end; ++block)
+        kernels.put(s, block, work.y + (block - blocks.begin) * kBlock);
   }
 }
 

@@ -9,7 +9,9 @@
 #include <map>
 
 #include "core/random.h"
+#include "device/cuda_fft.h"
 #include "device/cuda_job.h"
+#include "device/regions.h"
 #include "device/sketch.h"
 #include "flow/layout.h"
 #include "flow/runners.h"
@@ -82,6 +84,9 @@ struct Group {
   uint64_t items = 0, blocks = 0;
   bool tails = false;
   uint32_t first_pointer = 0;
+  std::vector<uint32_t> unit_piece;  // fft: as CudaFft has them
+  std::vector<uint64_t> first_unit;
+  size_t unit_piece_at = 0, first_unit_at = 0, twiddles_at = 0;
   size_t pieces_at = 0, items_at = 0, table_at = 0, tops_at = 0, sums_at = 0, params_at = 0, select_at = 0, counts_at = 0;
   uint64_t buckets = 0;  // whole-tensor clusters
   size_t bucket_sums_at = 0, bucket_counts_at = 0;
@@ -112,6 +117,9 @@ class CudaRunner final : public Runner {
       g.pieces_at = arena_.reserve<CudaPiece>(g.pieces.size());
       g.items_at = arena_.reserve<uint32_t>(g.item_piece.size());
       g.table_at = arena_.reserve<float>(g.scheme.table_size);
+      g.unit_piece_at = arena_.reserve<uint32_t>(g.unit_piece.size());
+      g.first_unit_at = arena_.reserve<uint64_t>(g.first_unit.size());
+      g.twiddles_at = arena_.reserve<float2>(g.scheme.body == Body::fft ? kFftEntries : 0);
       g.tops_at = arena_.reserve<uint32_t>(whole ? g.pieces.size() : 0);
       g.sums_at = arena_.reserve<CudaSums>(whole ? g.pieces.size() : 0);
       g.params_at = arena_.reserve<UnitParams>(whole ? g.pieces.size() : 0);
@@ -127,6 +135,9 @@ class CudaRunner final : public Runner {
     for (Group& g : groups_) {
       arena_.fill(g.pieces_at, g.pieces);
       arena_.fill(g.items_at, g.item_piece);
+      arena_.fill(g.unit_piece_at, g.unit_piece);
+      arena_.fill(g.first_unit_at, g.first_unit);
+      if (g.scheme.body == Body::fft) arena_.fill(g.twiddles_at, cuda_fft_table());
       arena_.fill(g.table_at, std::vector<float>(g.scheme.table, g.scheme.table + g.scheme.table_size));
     }
     cuda_throw(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
@@ -207,7 +218,10 @@ class CudaRunner final : public Runner {
         job.unscale = 1.0f / residuals->loss_scale;
       }
       job.keys = keys_;
-      cuda_encode(job, stream_);
+      if (g.scheme.body == Body::fft)
+        cuda_encode_fft(job, fft_of(g), stream_);
+      else
+        cuda_encode(job, stream_);
     }
     set_stamp(head_, stamp);
     CudaHead head = device_head(stamp);
@@ -235,7 +249,10 @@ class CudaRunner final : public Runner {
       job.message = message.data();
       CudaJob run = job;
       if (jobs.size() > 1) run.head.expected = nullptr;  // once is enough
-      cuda_decode(run, stream_);
+      if (g.scheme.body == Body::fft)
+        cuda_decode_fft(run, fft_of(g), stream_);
+      else
+        cuda_decode(run, stream_);
     }
     if (jobs.empty()) {  // no elements: a job without items carries the head
       jobs.emplace_back();
@@ -261,6 +278,7 @@ class CudaRunner final : public Runner {
         {kBadStamp, "stamp", "(step, stage, rank, world) is not the expected one"},
         {kBadBody, "body_check", "does not match: the body was altered"},
         {kBadSide, "side", "values are neither finite and of their sign nor the marker"},
+        {kBadBitmap, "bitmap", "does not have as many bits as frequencies are kept"},
         {kBadIndices, "indices", "are not increasing, or lie beyond the tensor"},
         {kBadValues, "values", "are not finite"},
         {kBadBuckets, "buckets", "have means that cannot come from an encoder"},
@@ -305,6 +323,10 @@ class CudaRunner final : public Runner {
         g.buckets += buckets_of(region.scheme, t.count);
       }
       g.tails |= t.count % kBlock != 0;
+      if (region.scheme.body == Body::fft) {
+        g.first_unit.push_back(g.unit_piece.size());
+        g.unit_piece.insert(g.unit_piece.end(), fft_units(fft_scheme(region.scheme), t.count), static_cast<uint32_t>(g.pieces.size() - 1));
+      }
     }
     // Pointer tables go by group, so that a kernel finds an address without looking at the piece first.
     uint32_t next = 0;
@@ -343,6 +365,17 @@ class CudaRunner final : public Runner {
     job.bucket_counts = arena_.at<uint32_t>(g.bucket_counts_at);
     job.buckets = g.buckets;
     return job;
+  }
+
+  CudaFft fft_of(const Group& g) const {
+    CudaFft fft;
+    fft.scheme = fft_scheme(g.scheme);
+    fft.table = arena_.at<float2>(g.twiddles_at);
+    fft.unit_piece = arena_.at<uint32_t>(g.unit_piece_at);
+    fft.first_unit = arena_.at<uint64_t>(g.first_unit_at);
+    fft.units = g.unit_piece.size();
+    for (const CudaPiece& piece : g.pieces) fft.tails |= piece.count % fft.scheme.chunk != 0;
+    return fft;
   }
 
   CudaHead device_head(const Stamp& stamp) const {

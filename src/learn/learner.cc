@@ -189,7 +189,7 @@ Codec fit(const Codec& codec, const void* tensor, uint64_t count, DType dtype, c
     const std::span<const std::byte> ranks[] = {evidence};
     learner.learn(0, ranks);
   }
-  return codec.fitted(learner.codec(1).table());
+  return codec.fitted(learner.codec(learner.ahead() ? 0 : 1).table());
 }
 
 }  // namespace gradwire

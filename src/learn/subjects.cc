@@ -260,7 +260,8 @@ class Width final : public Subject {
   bool due(uint64_t) const override { return true; }
   bool ahead() const override { return base_.get("mode") == "paper"; }
   size_t counts() const override { return 1; }  // sum of elements * norm^2
-  Codec codec(uint64_t, double) const override { return current_; }
+  // Before a step was seen, nothing may be sent as zeros: its norms could not be read from the message.
+  Codec codec(uint64_t step, double) const override { return ahead() && bits_ == 0 && decided_ != step ? width(rule_.least) : current_; }
   void look_sides(std::span<const uint32_t> sides, std::span<const uint32_t> elements, Evidence& evidence) const override {
     double sum = 0;
     bool any = false;
@@ -281,6 +282,7 @@ class Width final : public Subject {
       const int bits = controller_.decide(ahead() ? step : step + 1, norm);
       // Nothing is sent only where this very step is known to be zero.
       set(bits > 0 || ahead() ? bits : rule_.least);
+      decided_ = step;
     }
     if (ahead()) controller_.spent(bits_);
   }
@@ -315,13 +317,15 @@ class Width final : public Subject {
   }
   void set(int bits) {
     bits_ = bits;
-    current_ = base_.fitted(std::vector<uint32_t>{static_cast<uint32_t>(bits)});
+    current_ = width(bits);
   }
+  Codec width(int bits) const { return base_.fitted(std::vector<uint32_t>{static_cast<uint32_t>(bits)}); }
 
   Codec base_, current_;
   BitRule rule_;
   BitController controller_;
   int bits_ = 0;
+  uint64_t decided_ = UINT64_MAX;  // the step that bits_ was decided in
 };
 
 }  // namespace
