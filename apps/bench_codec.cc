@@ -12,6 +12,7 @@
 
 #include "command.h"
 #include "console.h"
+#include "gradwire/learn.h"
 #include "options.h"
 #include "resnet50.h"
 #include "subject.h"
@@ -46,7 +47,9 @@ uint64_t repeats(uint64_t elements) { return std::clamp<uint64_t>((uint64_t{1} <
 
 Result measure(Bed& bed, const std::string& spec, const CodecBenchOptions& options,
                const std::vector<NamedTensor>& tensors, std::span<const float> values, Progress& progress) {
-  const SubjectOptions subject_options{Codec::parse(spec), parse_dtype(options.dtype), parse_dtype(options.residual)};
+  // A codec that learns is timed with what it would have learned.
+  const Codec codec = fit(Codec::parse(spec), values.data(), std::min<uint64_t>(values.size(), 1 << 20), DType::f32);
+  const SubjectOptions subject_options{codec, parse_dtype(options.dtype), parse_dtype(options.residual)};
   progress.show(spec + ": verifying against the scalar reference");
   verify_against_reference(bed, subject_options, values);
 

@@ -18,6 +18,7 @@
 #include "half.h"
 #include "npy.h"
 #include "options.h"
+#include "packed.h"
 
 namespace gradwire::app {
 namespace {
@@ -84,18 +85,22 @@ size_t chosen_tensor(const DecodeOptions& options, const Head& head) {
 }
 
 void decode(const DecodeOptions& options) {
-  const std::vector<std::byte> message = read_file(options.in);
   Limits limits;
   limits.max_elements = options.max_elements;
+  // No codec takes more than 5 bytes an element; heads are small.
+  const std::vector<std::byte> message = read_message(options.in, std::min<uint64_t>(options.max_elements, uint64_t{1} << 34) * 5 + (1 << 26));
   const Head head = named(options.in, [&] { return read_head(message, limits); });
   const size_t chosen = chosen_tensor(options, head);
   named(options.in, [&] { verify_body(message, head); });  // before memory for the elements is taken
 
-  const Plan plan(head.tensors);
+  // Decoded as f32, whatever the sender had: another type is made from that, and rounded once.
+  std::vector<TensorSpec> tensors = head.tensors;
+  for (TensorSpec& tensor : tensors) tensor.dtype = DType::f32;
+  const Plan plan(tensors);
   const std::unique_ptr<Bed> bed = make_bed(options.bed);
   const std::unique_ptr<Runner> runner = make_runner(plan, bed->device());
   std::vector<void*> outputs;
-  for (const TensorSpec& tensor : head.tensors) outputs.push_back(bed->allocate(tensor.count * bytes_of(tensor.dtype)));
+  for (const TensorSpec& tensor : tensors) outputs.push_back(bed->allocate(tensor.count * sizeof(float)));
   auto* bytes = static_cast<std::byte*>(bed->allocate(message.size()));
   bed->upload(bytes, message.data(), message.size());
   named(options.in, [&] {
@@ -104,7 +109,7 @@ void decode(const DecodeOptions& options) {
   });
 
   const TensorSpec& tensor = head.tensors[chosen];
-  std::vector<std::byte> data(tensor.count * bytes_of(tensor.dtype));
+  std::vector<std::byte> data(tensor.count * sizeof(float));
   bed->download(data.data(), outputs[chosen], data.size());
   const bool npy = ends_with(options.out, ".npy");
   DType dtype = options.dtype.empty() ? tensor.dtype : parse_dtype(options.dtype);
@@ -115,8 +120,8 @@ void decode(const DecodeOptions& options) {
     dtype = DType::f32;
     note(options.in + " is bf16, which .npy cannot hold: written as float32");
   }
-  if (dtype != tensor.dtype) {
-    Converted converted = convert(data, tensor.dtype, dtype, tensor.count);
+  if (dtype != DType::f32) {
+    Converted converted = convert(data, DType::f32, dtype, tensor.count);
     if (converted.overflows > 0)
       note(fmt::format("{} element{} too large for {}: written as infinity", converted.overflows,
                        converted.overflows == 1 ? " is" : "s are", name_of(dtype)));

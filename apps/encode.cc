@@ -13,6 +13,7 @@
 #include "gradwire/learn.h"
 #include "npy.h"
 #include "options.h"
+#include "packed.h"
 
 namespace gradwire::app {
 namespace {
@@ -21,7 +22,7 @@ struct EncodeOptions {
   std::string codec, in, out, dtype, name;
   Stamp stamp;
   BedOptions bed;
-  bool fit = true;
+  bool fit = true, pack = false;
 };
 
 struct Input {
@@ -68,6 +69,7 @@ void encode(const EncodeOptions& options) {
   runner->encode(tensors, options.stamp, {message, frame.size()});
   runner->wait();
   bed->download(frame.data(), message, frame.size());
+  if (options.pack) frame = pack(frame);
   const std::span<const std::byte> parts[] = {frame};
   write_file(options.out, parts);
 }
@@ -89,6 +91,7 @@ void add_encode(CLI::App& app, Action& action) {
   add_whole(*command, "--seed", options->stamp.seed, 0, UINT64_MAX, "Seed of the random bits");
   add_whole(*command, "--step", options->stamp.step, 0, UINT64_MAX, "Step number written into the frame");
   command->add_flag("!--no-fit", options->fit, "Use the codec's defaults; otherwise one that learns is fitted to IN first");
+  command->add_flag("--pack", options->pack, "Entropy-code the file as a whole (Zstandard); decode and inspect see it by themselves");
   add_device(*command, options->bed);
   command->footer("Example:\n  gradwire encode --codec qsgd:bits=4 --seed 1 --step 7 g.npy g.gw");
   command->callback([&action, options] { action = [options] { encode(*options); }; });

@@ -13,6 +13,7 @@
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 #include "options.h"
+#include "packed.h"
 
 namespace gradwire::app {
 namespace {
@@ -139,7 +140,7 @@ void print_page(const std::string& path, const Head& head, const Extra& extra, c
 }
 
 void inspect(const std::string& path, bool json) {
-  const std::vector<std::byte> message = read_file(path);
+  const std::vector<std::byte> message = read_message(path);
   const Head head = named(path, [&] { return read_head(message); });
   std::string verdict = "ok";
   std::unique_ptr<Error> altered;

@@ -72,14 +72,16 @@ class Forged {
     bytes.resize(plan.message_bytes());
     make_runner(plan, Device{})->encode(inputs, {.seed = 1, .step = 7, .stage = 1, .rank = 2, .world = 5}, bytes);
   }
+  Forged(const Codec& codec, uint64_t count) : Forged({{"w", count, DType::f32, codec}}) {}
   Forged(const std::string& spec, uint64_t count) : Forged({{"w", count, DType::f32, Codec::parse(spec)}}) {}
 
   uint32_t head_bytes() const { return load<uint32_t>(bytes, 44); }
   size_t table_at() const {  // where the tensor table starts
     size_t at = 64;
-    for (uint32_t i = 0; i < load<uint32_t>(bytes, 36); ++i) at += 4 + (load<uint16_t>(bytes, at) + 3u) / 4 * 4;
+    for (uint32_t i = 0; i < load<uint32_t>(bytes, 36); ++i) at += 4 + (load<uint16_t>(bytes, at) + 3u) / 4 * 4 + load<uint16_t>(bytes, at + 2);
     return at;
   }
+  size_t fitted_at() const { return 64 + 4 + (load<uint16_t>(bytes, 64) + 3u) / 4 * 4; }  // the first spec's table
   size_t body_at(uint64_t word) const { return head_bytes() + word * 4; }
 
   template <class T>

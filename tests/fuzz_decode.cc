@@ -19,6 +19,7 @@
 
 #include "gradwire/error.h"
 #include "gradwire/feedback.h"
+#include "gradwire/learn.h"
 #include "gradwire/message.h"
 #include "gradwire/runner.h"
 
@@ -134,7 +135,30 @@ void fuzz_mutated(Source source) {
                                         "topk",
                                         "topk:ratio=0.3",
                                         "topk:ratio=1",
-                                        "topk:ratio=0.001,mode=paper"};
+                                        "topk:ratio=0.001,mode=paper",
+                                        "optquant:bits=2",
+                                        "optquant:bits=3",
+                                        "optquant:bits=4,mode=biased,kappa=0.25",
+                                        "optquant:bits=7,bucket=64",
+                                        "dqsgd",
+                                        "dqsgd:budget=11",
+                                        "dqsgd:min=16",
+                                        "rangefloat",
+                                        "rangefloat:bits=16,mantissa=14",
+                                        "rangefloat:bits=8,mantissa=3,min=-2,max=2,eps=0.125,mode=paper",
+                                        "loggrid",
+                                        "loggrid:k=30,scale=tensor",
+                                        "unigrid",
+                                        "unigrid:bits=13,range=0.5",
+                                        "casq",
+                                        "casq:bits=1",
+                                        "casq:bits=4,budget=1",
+                                        "casq:bits=2,mode=paper",
+                                        "casq:bits=3,mode=paper,counts=on,budget=0.3",
+                                        "fft",
+                                        "fft:chunk=256,bits=5",
+                                        "fft:chunk=4096,theta=0.5,mode=paper",
+                                        "fft:format=float,theta=0"};
   static constexpr std::array<uint32_t, 12> kCounts = {0, 1, 2, 31, 33, 63, 1023, 1024, 1025, 2500, 33000, 70000};
   std::vector<TensorSpec> tensors(source.next<uint8_t>() % 3 + 1);
   std::vector<std::vector<float>> values;
@@ -151,6 +175,7 @@ void fuzz_mutated(Source source) {
     for (uint64_t i = 0; i < t.count; ++i)
       values.back()[i] = wild ? from[i % 16] : static_cast<float>(static_cast<int>((i * 37) % 101) - 50) * 0.01f;
     inputs.push_back(values.back().data());
+    if (source.next<uint8_t>() % 2) t.codec = fit(t.codec, inputs.back(), t.count, DType::f32);  // with a table in the head
   }
   const Plan plan(tensors);
   Bytes message(plan.message_bytes());
@@ -174,12 +199,20 @@ void fuzz_mutated(Source source) {
 
   const uint32_t head = load<uint32_t>(message, 44);
   size_t table = 64;
-  for (uint32_t i = 0; i < load<uint32_t>(message, 36); ++i) table += 4 + (load<uint16_t>(message, table) + 3u) / 4 * 4;
+  size_t fitted = 0;  // the last word of a codec's table, if there is one
+  for (uint32_t i = 0; i < load<uint32_t>(message, 36); ++i) {
+    const uint16_t words = load<uint16_t>(message, table + 2) / 4;
+    table += 4 + (load<uint16_t>(message, table) + 3u) / 4 * 4 + words * 4u;
+    if (words) fitted = table - 4;
+  }
   while (source.size > 0 && message.size() >= head) {
     const uint8_t how = source.next<uint8_t>();
     const uint32_t where = source.next<uint32_t>(), what = source.next<uint32_t>();
     const size_t words = (message.size() - head) / 4;
-    switch (how % 7) {
+    switch (how % 8) {
+      case 6:  // a word of a codec's table
+        if (fitted) store(message, fitted - where % 7 * 4, what);
+        break;
       case 0:
         message[where % message.size()] ^= std::byte(what);
         break;
@@ -221,6 +254,7 @@ void fuzz_texts(const std::string& text) {
     const Codec codec = Codec::parse(text);
     promise(Codec::parse(codec.str()).str() == codec.str());
     codec.bytes(1234567);
+    codec.describe();
   } catch (const Error& e) {
     promise(e.kind() == ErrorKind::usage);
   }
@@ -231,6 +265,31 @@ void fuzz_texts(const std::string& text) {
     rules.codec_for(text.substr(0, 32), 1);
   } catch (const Error& e) {
     promise(e.kind() == ErrorKind::usage);
+  }
+}
+
+// A table that did not come from a fit, for every codec that has one.
+void fuzz_tables(Source source) {
+  static constexpr std::array kSpecs = {"optquant:bits=2", "optquant:bits=3,mode=biased", "dqsgd", "rangefloat", "casq:bits=1", "casq:bits=2", "casq:bits=2,mode=paper", "fft", "qsgd"};
+  const Codec codec = Codec::parse(kSpecs[source.next<uint8_t>() % kSpecs.size()]);
+  std::vector<uint32_t> table(source.next<uint8_t>() % 12);
+  for (uint32_t& word : table) word = source.next<uint32_t>();
+  try {
+    const Codec fitted = codec.fitted(table);
+    promise(fitted.table().size() == table.size());
+    fitted.describe();
+    std::vector<float> x(1100, 0.5f), y(1100);
+    for (float& v : x) v = source.next<float>();
+    const Plan plan({{"t", x.size(), DType::f32, fitted}});
+    const auto runner = make_runner(plan, Device{});
+    Bytes message(plan.message_bytes());
+    const void* in[] = {x.data()};
+    void* out[] = {y.data()};
+    runner->encode(in, {}, message);
+    runner->decode(message, out);  // what we encode, we decode
+    promise(decode(message, {}));
+  } catch (const Error& e) {
+    promise(e.kind() == ErrorKind::usage && e.field() == "table");
   }
 }
 
@@ -287,7 +346,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     fuzz_residuals(data, size);
     return 0;
   }
-  switch (data[0] % 4) {
+  switch (data[0] % 5) {
+    case 4:
+      fuzz_tables({data + 1, size - 1});
+      break;
     case 0:
       fuzz_message(data + 1, size - 1);
       break;

@@ -12,10 +12,13 @@
 #include <fmt/format.h>
 #include <xxhash.h>
 
+#include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/bits.h"
@@ -33,6 +36,7 @@ enum class Edit {
   ties,        // rounded to 3 magnitudes, so that a selection must break ties by index
   zeros,       // elements 0 to 1023 are 0, every other one of them -0
   negative,    // all below zero
+  largest,     // all of the largest magnitude, every third negative
 };
 
 struct Tensor {
@@ -52,6 +56,143 @@ struct Case {
 inline Case one(const std::string& name, const std::string& spec, uint64_t count, float scale = 0.01f,
                 Edit edit = Edit::none, DType dtype = DType::f32) {
   return {name, {{{"w", count, dtype, Codec::parse(spec)}, count + 1, scale, edit}}};
+}
+
+inline Case one(const std::string& name, const Codec& codec, uint64_t count, float scale = 0.01f, Edit edit = Edit::none,
+                DType dtype = DType::f32) {
+  return {name, {{{"w", count, dtype, codec}, count + 1, scale, edit}}};
+}
+
+// What codecs learn, made up here: any table that is allowed is as good.
+inline Codec fitted(const std::string& spec, std::vector<uint32_t> words) { return Codec::parse(spec).fitted(words); }
+
+// optquant: q * |q| of evenly spaced q, the ends at -reach and reach.
+inline std::vector<uint32_t> levels(int count, float reach = 1.0f) {
+  std::vector<uint32_t> words;
+  for (int i = 0; i < count; ++i) {
+    const float q = static_cast<float>(2 * i - (count - 1)) / static_cast<float>(count - 1);
+    words.push_back(float_bits(q * std::fabs(q) * reach));
+  }
+  return words;
+}
+
+// casq: thresholds at whole and half root mean squares, then a word for each cluster.
+inline std::vector<uint32_t> clusters(int bits, const std::vector<uint32_t>& words) {
+  const int half = 1 << (bits - 1);
+  std::vector<uint32_t> table;
+  for (int i = 1 - half; i < half; ++i) table.push_back(float_bits(static_cast<float>(i) * (i < 0 ? 1.0f : 0.5f)));
+  table.insert(table.end(), words.begin(), words.end());
+  return table;
+}
+
+// fft: a mantissa, then theta as a double, the lower word first.
+inline std::vector<uint32_t> frequencies(uint32_t mantissa, double theta) {
+  const uint64_t bits = std::bit_cast<uint64_t>(theta);
+  return {mantissa, static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
+}
+
+// The codecs of methods.cc: a code an element.
+inline void add_methods(std::vector<Case>& all) {
+  for (uint64_t count : {0, 1, 33, 1025}) all.push_back(one(fmt::format("optquant_{}", count), "optquant", count));
+  for (int bits = 2; bits <= 8; ++bits) {
+    const std::string spec = fmt::format("optquant:bits={}", bits);
+    all.push_back(one(fmt::format("optquant_bits{}", bits), spec, 1061));
+    all.push_back(one(fmt::format("optquant_biased{}", bits), spec + ",mode=biased", 300));
+    all.push_back(one(fmt::format("optquant_fitted{}", bits), fitted(spec, levels((1 << bits) - 1)), 300));
+  }
+  all.push_back(one("optquant_fitted_even", fitted("optquant:bits=3,bucket=64", levels(8)), 1061));
+  all.push_back(one("optquant_fitted_short", fitted("optquant:bits=5,mode=biased", levels(31, 0.75f)), 1061));
+  all.push_back(one("optquant_kappa", "optquant:bits=3,mode=biased,kappa=0.25", 1061));
+  all.push_back(one("optquant_kappa0", "optquant:mode=biased,kappa=0", 300));
+  all.push_back(one("optquant_bucket2048", "optquant:bucket=2048", 2500));
+
+  for (uint64_t count : {1, 33, 1025}) all.push_back(one(fmt::format("dqsgd_{}", count), "dqsgd", count));
+  for (uint32_t bits = 2; bits <= 16; ++bits)
+    all.push_back(one(fmt::format("dqsgd_bits{}", bits), fitted("dqsgd", {bits}), bits == 9 ? 1061 : 1030));
+  all.push_back(one("dqsgd_nothing", fitted("dqsgd", {0}), 2048));
+  all.push_back(one("dqsgd_budget", "dqsgd:budget=11.5,min=4,max=14,norm=l2,bucket=256", 600));
+  all.push_back(one("dqsgd_bucket2048", fitted("dqsgd:bucket=2048", {9}), 2500));
+  all.push_back(one("dqsgd_l2", fitted("dqsgd:norm=l2,bucket=64", {11}), 300));
+
+  for (uint64_t count : {1, 33, 1025}) all.push_back(one(fmt::format("rangefloat_{}", count), "rangefloat", count));
+  for (int bits = 4; bits <= 16; ++bits)
+    all.push_back(one(fmt::format("rangefloat_bits{}", bits), fmt::format("rangefloat:bits={}", bits), 1061));
+  all.push_back(one("rangefloat_fitted", fitted("rangefloat:bits=10,bucket=64", {3}), 300));
+  all.push_back(one("rangefloat_mantissa", "rangefloat:bits=12,mantissa=1,scale=tensor", 1100));
+  all.push_back(one("rangefloat_paper", "rangefloat:mode=paper", 300));
+  all.push_back(one("rangefloat_max", "rangefloat:max=0.005", 300));
+  all.push_back(one("rangefloat_min_max_eps", "rangefloat:bits=9,mantissa=4,min=-0.002,max=0.006,eps=0.00001,mode=paper", 300));
+  all.push_back(one("rangefloat_eps", "rangefloat:bits=7,max=0.01,eps=0.0002", 300));
+
+  for (uint64_t count : {1, 33, 1025}) all.push_back(one(fmt::format("loggrid_{}", count), "loggrid", count));
+  for (int k : {0, 1, 6, 14, 30}) all.push_back(one(fmt::format("loggrid_k{}", k), fmt::format("loggrid:k={}", k), 1061));
+  all.push_back(one("loggrid_tensor", "loggrid:k=3,scale=tensor", 1100));
+
+  for (uint64_t count : {1, 33, 1025}) all.push_back(one(fmt::format("unigrid_{}", count), "unigrid", count));
+  for (int bits = 2; bits <= 16; ++bits)
+    all.push_back(one(fmt::format("unigrid_bits{}", bits), fmt::format("unigrid:bits={}", bits), 1030));
+  all.push_back(one("unigrid_range", "unigrid:range=0.003,bits=12", 300));
+  all.push_back(one("unigrid_tensor", "unigrid:bits=6,scale=tensor", 1100));
+
+  const std::vector<std::pair<std::string, std::string>> short_names = {
+      {"optquant", "optquant:bucket=64"}, {"dqsgd", "dqsgd:bucket=64,min=11"}, {"rangefloat", "rangefloat:bucket=64"},
+      {"loggrid", "loggrid:bucket=64"},   {"unigrid", "unigrid:bucket=64"}};
+  for (const auto& [name, spec] : short_names) {
+    all.push_back(one(name + "_not_finite", spec, 210, 0.01f, Edit::not_finite));
+    all.push_back(one(name + "_extremes", spec, 130, 1e38f, Edit::extremes));
+    all.push_back(one(name + "_subnormal", spec, 70, 1e-41f));
+    if (name != "dqsgd") all.push_back(one(name + "_full_block_subnormal", name, 1024, 1e-37f));
+    all.push_back(one(name + "_zeros", spec, 70, 0.01f, Edit::zeros));
+  }
+  all.push_back(one("optquant_zeros_first", "optquant:bits=3", 1056, 0.01f, Edit::zeros));
+  all.push_back(one("rangefloat_mantissa14_subnormal", "rangefloat:bits=16,mantissa=14", 70, 1e-41f));
+  all.push_back(one("rangefloat_max_not_finite", "rangefloat:bucket=64,max=0.01", 210, 0.01f, Edit::not_finite));
+  all.push_back(one("unigrid_f16", "unigrid", 300, 0.01f, Edit::none, DType::f16));
+}
+
+// Those of structured.cc.
+inline void add_structured(std::vector<Case>& all) {
+  for (uint64_t count : {1, 3, 33, 1025, 2500}) all.push_back(one(fmt::format("casq_{}", count), "casq", count));
+  for (int bits = 1; bits <= 4; ++bits) {
+    all.push_back(one(fmt::format("casq_bits{}", bits), fmt::format("casq:bits={},budget=0.1", bits), 1061));
+    all.push_back(one(fmt::format("casq_paper{}", bits), fmt::format("casq:bits={},mode=paper", bits), 1061));
+  }
+  all.push_back(one("casq_all", "casq:bits=3,budget=1", 200));
+  all.push_back(one("casq_odd", "casq:budget=0.05", 300));  // 15 means: half a word is left
+  all.push_back(one("casq_paper_1", "casq:mode=paper", 1));
+  all.push_back(one("casq_paper_counts", "casq:mode=paper,counts=on,budget=0.1", 600));
+  all.push_back(one("casq_fitted", fitted("casq:bits=2", clusters(2, {0, 3, 2, 1})), 1061));
+  all.push_back(one("casq_fitted_paper", fitted("casq:bits=3,mode=paper,budget=0.25", clusters(3, {20000, 1, 0, 500, 600, 7000, 8000, 10000})), 600));
+  for (const std::string mode : {"tile", "paper"}) {
+    const std::string spec = "casq:mode=" + mode;
+    all.push_back(one("casq_" + mode + "_not_finite", spec + (mode == "paper" ? ",counts=on" : ""), 210, 0.01f, Edit::not_finite));
+    all.push_back(one("casq_" + mode + "_extremes", spec, 130, 1e38f, Edit::extremes));
+    all.push_back(one("casq_" + mode + "_largest", spec, 40, 1.0f, Edit::largest));
+    all.push_back(one("casq_" + mode + "_subnormal", spec + ",budget=0.2", 70, 1e-41f));
+    all.push_back(one("casq_" + mode + "_zeros", spec, 40, 0.01f, Edit::zeros));
+    all.push_back(one("casq_" + mode + "_negative", spec, 100, 0.01f, Edit::negative));
+  }
+  all.push_back(one("casq_f16", "casq", 300, 0.01f, Edit::none, DType::f16));
+
+  for (uint64_t count : {1, 33, 64, 65, 1025, 2100}) all.push_back(one(fmt::format("fft_{}", count), "fft", count));
+  for (int chunk : {256, 512, 2048, 4096})
+    all.push_back(one(fmt::format("fft_chunk{}", chunk), fmt::format("fft:chunk={}", chunk), static_cast<uint64_t>(chunk) + (chunk < 2048 ? 141 : 30)));
+  for (int bits : {4, 5, 7, 9, 12, 15, 16})
+    all.push_back(one(fmt::format("fft_bits{}", bits), fmt::format("fft:chunk=256,bits={}", bits), 300));
+  all.push_back(one("fft_float", "fft:format=float,theta=0.5", 1300));
+  all.push_back(one("fft_paper", "fft:mode=paper,chunk=256", 600));
+  all.push_back(one("fft_all", "fft:theta=0,bits=16,chunk=256", 300));
+  all.push_back(one("fft_few", "fft:theta=0.9999,chunk=256", 300));
+  all.push_back(one("fft_mantissa", "fft:bits=16,mantissa=1,chunk=256", 300));
+  all.push_back(one("fft_fitted", fitted("fft:chunk=256", frequencies(3, 0.6)), 600));
+  all.push_back(one("fft_fitted_float", fitted("fft:format=float,mantissa=5", frequencies(5, 0.95)), 300));
+  all.push_back(one("fft_not_finite", "fft:chunk=256", 600, 0.01f, Edit::not_finite));
+  all.push_back(one("fft_float_not_finite", "fft:chunk=256,format=float", 300, 0.01f, Edit::not_finite));
+  all.push_back(one("fft_extremes", "fft:theta=0.5", 130, 1e38f, Edit::extremes));
+  all.push_back(one("fft_largest", "fft:theta=0.5", 70, 1.0f, Edit::largest));
+  all.push_back(one("fft_subnormal", "fft:theta=0.5", 70, 1e-41f));
+  all.push_back(one("fft_zeros", "fft:chunk=256", 300, 0.01f, Edit::zeros));
+  all.push_back(one("fft_f16", "fft:chunk=256", 300, 0.01f, Edit::none, DType::f16));
 }
 
 inline std::vector<Case> cases() {
@@ -123,6 +264,24 @@ inline std::vector<Case> cases() {
                  {tensor("embedding", 1500, "qsgd:bits=4", 32768), tensor("embedding", 40, "terngrad", 65536)},
                  {.seed = 9, .step = 3, .stage = 0, .rank = 1, .world = 2}});
 
+  add_methods(all);
+  add_structured(all);
+  // Specs that differ in their tables alone; regions that are empty or need not be aligned.
+  const auto with = [](const std::string& name, uint64_t count, const Codec& codec, uint64_t first = 0) {
+    return Tensor{{name, count, DType::f32, codec, first}, count + 77};
+  };
+  all.push_back({"mixed_tables",
+                 {with("a", 40, fitted("optquant:bits=3", levels(7))), with("b", 1030, Codec::parse("optquant:bits=3")),
+                  with("c", 41, fitted("optquant:bits=3", levels(8))), with("d", 42, fitted("optquant:bits=3", levels(7))),
+                  with("e", 2048, fitted("dqsgd", {0})), with("f", 7, Codec::parse("rangefloat")),
+                  with("g", 1100, Codec::parse("fft")), with("h", 1024, Codec::parse("casq")), with("i", 5, Codec::parse("loggrid")),
+                  with("j", 3, fitted("dqsgd", {0})), with("k", 1500, fitted("dqsgd", {0}))},
+                 {.seed = 5, .step = 11, .stage = 1, .rank = 0, .world = 3}});
+  all.push_back({"piece_methods",
+                 {with("embedding", 1100, Codec::parse("optquant"), 32768), with("embedding", 300, Codec::parse("casq:mode=paper"), 65536),
+                  with("embedding", 300, Codec::parse("fft:chunk=256"), 98304), with("embedding", 40, Codec::parse("casq"), uint64_t{1} << 40)},
+                 {.seed = 9, .step = 3, .stage = 0, .rank = 1, .world = 2}});
+
   const std::vector<Case> large = {
       one("large_onebit", "onebit", 40000),
       one("large_onebit_paper", "onebit:mode=paper", 40000),
@@ -131,6 +290,11 @@ inline std::vector<Case> cases() {
       one("large_topk", "topk", 40000),
       one("large_topk_paper", "topk:ratio=0.001,mode=paper", 70000),  // above 65536: indices of 32 bits
       one("large_qsgd", "qsgd:bits=2,bucket=32768", 40000),
+      one("large_optquant", "optquant:bits=2,bucket=32768", 40000),
+      one("large_loggrid_tensor", "loggrid:k=0,scale=tensor", 40000),
+      one("large_casq", "casq:bits=1,budget=0.01", 40000),
+      one("large_casq_bits3", "casq:bits=3,budget=0.02", 33000),
+      one("large_casq_paper", "casq:bits=1,mode=paper,budget=0.002,counts=on", 70000),
   };
   for (const Case& c : large) {
     all.push_back(c);
@@ -158,6 +322,7 @@ inline std::vector<float> input(const Tensor& t) {
     if (t.edit == Edit::ties) x = u < -0.8f ? -2.0f : u < 0.0f ? 0.5f : u < 0.5f ? -0.5f : 0.25f;
     if (t.edit == Edit::zeros && i < 1024) x = i % 2 ? -0.0f : 0.0f;
     if (t.edit == Edit::negative) x = x > 0 ? -x : x;
+    if (t.edit == Edit::largest) x = i % 3 == 2 ? -largest : largest;
     if (t.edit == Edit::not_finite) {
       const float inf = std::numeric_limits<float>::infinity();
       x = i == 5 ? bits_float(0xffc12345u) : i == 70 ? largest : i == 100 ? inf : i == 200 ? -inf : x;

@@ -4,9 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <bit>
 #include <cstdlib>
 #include <new>
 
+#include "core/bits.h"
 #include "forge.h"
 
 namespace {
@@ -112,7 +114,12 @@ TEST(Lies, TensorCount) {
 
 // --- specs -------------------------------------------------------------------------------------------------------
 
-TEST(Lies, SpecTable) { EXPECT_EQ(Forged("fp32", 5).set<uint16_t>(66, 4).field(), "spec_table"); }
+TEST(Lies, SpecTable) {
+  // fp32 learns nothing; the four bytes after its spec are the first of the tensor's row.
+  EXPECT_EQ(Forged("fp32", 5).set<uint16_t>(66, 4).field(), "spec_table");
+  for (uint16_t bytes : {1, 2, 3, 5}) EXPECT_EQ(Forged("fp32", 5).set(66, bytes).field(), "spec_table");
+  EXPECT_EQ(Forged("fp32", 5).set<uint16_t>(66, 65532).field(), "spec");  // beyond the head
+}
 
 TEST(Lies, SpecBeyondTheHead) {
   for (uint16_t length : {61, 1000, 65535}) EXPECT_EQ(Forged("fp32", 5).set(64, length).field(), "spec") << length;
@@ -402,6 +409,124 @@ TEST_F(TopK, WideIndices) {
   EXPECT_EQ(Forged(message).set_word(7, 70000).field(), "indices");
   EXPECT_EQ(Forged(message).set_word(7, message.word(6)).field(), "indices");
   EXPECT_EQ(Forged(message).set_word(7, message.word(7) | 1u << 31).field(), "indices");
+}
+
+// --- what the methods send ------------------------------------------------------------------------------------------
+
+Codec with_levels(const std::vector<float>& levels, const char* spec = "optquant:bits=2") {
+  std::vector<uint32_t> table;
+  for (float level : levels) table.push_back(float_bits(level));
+  return Codec::parse(spec).fitted(table);
+}
+
+TEST(Lies, LevelsUnorderedOrNotFinite) {
+  const Codec codec = with_levels({-1, -0.25f, 0.25f, 1});
+  const auto lie = [&](uint32_t place, uint32_t bits) { return Forged(codec, 100).set(Forged(codec, 100).fitted_at() + 4 * place, bits).field(); };
+  EXPECT_EQ(lie(1, float_bits(-0.3f)), "");  // another honest table
+  EXPECT_EQ(lie(1, float_bits(0.25f)), "spec_table");
+  EXPECT_EQ(lie(1, float_bits(0.5f)), "spec_table");
+  EXPECT_EQ(lie(0, float_bits(-1.5f)), "spec_table");
+  EXPECT_EQ(lie(0, float_bits(-0.5f)), "spec_table") << "unbiased levels end at -1";
+  for (uint32_t bad : kBadFloats)
+    for (uint32_t place : {0u, 1u, 3u}) EXPECT_EQ(lie(place, bad), "spec_table");
+  EXPECT_THROW(with_levels({-1, 1}), Error);
+  EXPECT_THROW(with_levels({-1, -0.5f, 0, 0.5f, 1}), Error);
+}
+
+TEST(Lies, ALevelThatIsNotThere) {
+  // Three levels in two bits: code 3 means nothing.
+  const Codec codec = with_levels({-1, 0, 1});
+  EXPECT_EQ(Forged(codec, 16).set_word(0, 0xaaaaaaaau).field(), "");
+  EXPECT_EQ(Forged(codec, 16).set_word(0, 0xeaaaaaaau).field(), "codes");
+}
+
+TEST(Lies, TheOtherTables) {
+  const auto refused = [](const char* spec, std::vector<uint32_t> table) {
+    try {
+      Codec::parse(spec).fitted(table);
+      return std::string();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::usage);
+      return error.field();
+    }
+  };
+  const uint32_t minus = float_bits(-1.5f), plus = float_bits(1.5f);
+  EXPECT_EQ(refused("casq:bits=2", {minus, 0, plus, 0, 3, 1, 2}), "");
+  EXPECT_EQ(refused("casq:bits=2", {minus, 0, plus, 0, 3, 1, 1}), "table") << "a cluster without a turn";
+  EXPECT_EQ(refused("casq:bits=2", {minus, 0, plus, 0, 3, 1, 4}), "table");
+  EXPECT_EQ(refused("casq:bits=2", {plus, 0, minus, 0, 3, 1, 2}), "table");
+  EXPECT_EQ(refused("casq:bits=2", {minus, plus, plus, 0, 3, 1, 2}), "table");
+  EXPECT_EQ(refused("casq:bits=2", {minus, float_bits(0.5f), plus, 0, 3, 1, 2}), "table") << "the middle threshold is 0";
+  EXPECT_EQ(refused("casq:bits=2", {kMinusInf, 0, plus, 0, 3, 1, 2}), "table");
+  EXPECT_EQ(refused("casq:bits=2", {minus, 0, plus}), "table");
+  EXPECT_EQ(refused("casq:bits=2,mode=paper", {minus, 0, plus, 30000, 1000, 1000, 30000}), "");
+  EXPECT_EQ(refused("casq:bits=2,mode=paper", {minus, 0, plus, 60000, 1000, 1000, 30000}), "table") << "more than all buckets";
+  EXPECT_EQ(refused("dqsgd", {16}), "");
+  EXPECT_EQ(refused("dqsgd", {17}), "table");
+  EXPECT_EQ(refused("dqsgd", {1}), "table");
+  EXPECT_EQ(refused("dqsgd", {4, 4}), "table");
+  EXPECT_EQ(refused("rangefloat:bits=8", {6}), "");
+  EXPECT_EQ(refused("rangefloat:bits=8", {7}), "table") << "a mantissa wider than the format";
+  EXPECT_EQ(refused("rangefloat:bits=8", {0}), "table");
+  EXPECT_EQ(refused("rangefloat:bits=8,mantissa=3", {3}), "table") << "the spec says it";
+  EXPECT_EQ(refused("fft", {8, 0, 0x3fe00000u}), "");
+  EXPECT_EQ(refused("fft", {9, 0, 0x3fe00000u}), "table");
+  EXPECT_EQ(refused("fft", {8, 0, 0x3ff00000u}), "table") << "theta 1 keeps nothing";
+  EXPECT_EQ(refused("fft", {8, 0, 0x7ff80000u}), "table");
+  EXPECT_EQ(refused("qsgd", {1}), "table");
+}
+
+TEST(Lies, AMantissaWiderThanTheFormat) {
+  std::string spec = Codec::parse("rangefloat:bits=8,mantissa=6").str();
+  EXPECT_EQ(Forged(spec, 40).field(), "");
+  spec.replace(spec.find("mantissa=6"), 10, "mantissa=7");
+  EXPECT_EQ(Forged("rangefloat:bits=8,mantissa=6", 40).set_specs({spec}).field(), "spec");
+}
+
+TEST(Lies, CodesOfTheGrids) {
+  // loggrid:k=1 has five values in three bits, unigrid 2 * top + 1 in `bits`.
+  EXPECT_EQ(Forged("loggrid:k=1", 10).set_word(0, 4).field(), "");
+  for (uint32_t code : {5u, 6u, 7u}) EXPECT_EQ(Forged("loggrid:k=1", 10).set_word(0, code).field(), "codes");
+  EXPECT_EQ(Forged("unigrid:bits=4", 8).set_word(0, 0xe).field(), "");
+  EXPECT_EQ(Forged("unigrid:bits=4", 8).set_word(0, 0xf).field(), "codes");
+  // A range float with a fixed range may leave codes unused.
+  const char* fixed = "rangefloat:bits=8,mantissa=3,min=-2,max=2,eps=0.125";
+  EXPECT_EQ(Forged(fixed, 4).set_word(0, 66).field(), "");
+  EXPECT_EQ(Forged(fixed, 4).set_word(0, 67).field(), "codes");
+  EXPECT_EQ(Forged(fixed, 4).set_word(1, float_bits(3.0f)).field(), "side") << "the range is in the spec";
+  EXPECT_EQ(Forged("unigrid:range=0.5", 4).set_word(1, float_bits(0.25f)).field(), "side");
+}
+
+TEST(Lies, BucketsOfCasq) {
+  // 40 elements: 3 words of codes, the largest magnitude, 4 means in two words.
+  Forged honest("casq:bits=2", 40);
+  EXPECT_EQ(honest.field(), "");
+  EXPECT_EQ(Forged("casq:bits=2", 40).set_word(3, kInf).field(), "side");
+  EXPECT_EQ(Forged("casq:bits=2", 40).set_word(3, kMinusZero).field(), "side");
+  for (uint32_t mean : {0x4000u, 0x7c00u, 0x7e00u, 0xffffu, 0xc000u}) EXPECT_EQ(Forged("casq:bits=2", 40).set_word(4, mean).field(), "buckets") << mean;
+  EXPECT_EQ(Forged("casq:bits=2", 40).set_word(3, kMark).field(), "buckets") << "a marked unit carries nothing else";
+  EXPECT_EQ(Forged("casq:bits=2", 40).set_word(2, 0x10000u).field(), "padding");
+  for (uint32_t bad : kBadFloats) EXPECT_EQ(Forged("casq:bits=2,mode=paper", 40).set_word(4, bad).field(), "buckets");
+  EXPECT_EQ(Forged("casq:bits=1", 40).set_word(4, 0x00010000u).field(), "padding") << "three means: the last half word is unused";
+}
+
+TEST(Lies, BitmapsOfFft) {
+  // 64 values: a word of bitmap, 5 of 32 bins kept, 10 codes of 10 bits in 4 words, the scale.
+  Forged honest("fft", 64);
+  const uint32_t bitmap = honest.word(0);
+  EXPECT_EQ(std::popcount(bitmap), 5);
+  EXPECT_EQ(honest.field(), "");
+  EXPECT_EQ(Forged("fft", 64).set_word(0, bitmap & (bitmap - 1)).field(), "bitmap");
+  EXPECT_EQ(Forged("fft", 64).set_word(0, bitmap | ~bitmap).field(), "bitmap");
+  EXPECT_EQ(Forged("fft", 64).set_word(0, std::rotl(bitmap, 1)).field(), "") << "other frequencies, as many";
+  EXPECT_EQ(Forged("fft", 64).set_word(4, honest.word(4) | 0x80000000u).field(), "padding");
+  EXPECT_EQ(Forged("fft", 64).set_word(5, kInf).field(), "side");
+  EXPECT_EQ(Forged("fft", 64).set_word(5, kMinusZero).field(), "side");
+  EXPECT_EQ(Forged("fft", 64).set_word(5, kMark).field(), "bitmap") << "a marked unit carries nothing else";
+  Forged exact("fft:format=float", 64);
+  EXPECT_EQ(exact.field(), "");
+  for (uint32_t bad : kBadFloats) EXPECT_EQ(Forged("fft:format=float", 64).set_word(1, bad).field(), "codes");
+  EXPECT_EQ(Forged("fft:format=float", 64).set_word(1, float_bits(1.5f)).field(), "codes") << "parts are relative to the largest";
 }
 
 }  // namespace

@@ -12,6 +12,7 @@ cd "$(dirname "$0")/.."
 packages=(
   g++ cmake ninja-build make git                                      # to build
   libhwy-dev libxxhash-dev libfmt-dev libcli11-dev nlohmann-json3-dev # to link or include
+  libzstd-dev                                                         # packed files
   libopenmpi-dev openmpi-bin                                          # the mpi engine
   libgtest-dev libkissfft-dev clang libclang-rt-14-dev llvm                          # tests; libFuzzer and its coverage need clang
   python3 python3-venv python3-numpy python3-pytest                   # the tests that are written in Python

@@ -9,6 +9,7 @@
 #include "core/random.h"
 #include "device/kernels.h"
 #include "device/lane.h"
+#include "device/sketch.h"
 
 namespace gradwire {
 namespace {
@@ -18,6 +19,7 @@ namespace {
 #include "codec/bodies-inl.h"
 #include "codec/methods-inl.h"
 #include "device/cpu_driver-inl.h"
+#include "device/sketch_cpu-inl.h"
 
 void encode_methods(const Span& span, const UnitParams* whole, Scratch& scratch, LaneSums& check) {
   EncodeCall<ScalarLane> call{span, whole, scratch, check};

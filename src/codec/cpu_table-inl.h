@@ -16,7 +16,8 @@ struct Table {
   }
   static Kernels kernels(const char* name) {
     using D = Driver<L>;
+    using S = SketchDriver<L>;
     return {name, D::stage, D::absmax, D::sums, encode, decode, D::select, D::put, D::put_residual,
-            D::classify, D::pack_block, D::unpack_block, D::pack_tail, D::unpack_tail, D::sum_rows, D::sum_words};
+            D::classify, S::split, S::merge, S::count, S::round, S::narrow_means, S::widen_means, D::pack_block, D::unpack_block, D::pack_tail, D::unpack_tail, D::sum_rows, D::sum_words};
   }
 };

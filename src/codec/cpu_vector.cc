@@ -9,6 +9,7 @@
 
 #include "core/random.h"
 #include "device/kernels.h"
+#include "device/sketch.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "codec/cpu_vector.cc"
@@ -35,6 +36,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 #include "device/hwy_lane-inl.h"
 #include "codec/bodies-inl.h"
 #include "device/cpu_driver-inl.h"
+#include "device/sketch_cpu-inl.h"
 #include "codec/cpu_table-inl.h"
 
 }  // namespace

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The launches of the codec `fft`'s kernels: one for the full chunks of a group of tensors, and one for the partial
 // ones at their ends, if there are any. Compiled with -fmad=false, as all kernels.
+#include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -40,8 +41,8 @@ void launch(const CudaJob& job, const FftLaunch& l, uint64_t wanted, int threads
 }
 
 template <int kBins>
-size_t shared_of(const FftLaunch& l) {
-  return FftTeam<kBins>::shared_bytes(fft_size_words(l.fft.scheme, 2 * kBins)) *
+size_t shared_of(const FftLaunch& l, bool staged) {
+  return FftTeam<kBins>::shared_bytes(fft_size_words(l.fft.scheme, 2 * kBins), staged) *
          (FftTeam<kBins>::kBlockThreads / FftTeam<kBins>::kTeam);
 }
 template <int kBins>
@@ -50,7 +51,7 @@ uint64_t blocks_of(const FftLaunch& l) {
 }
 // Enough for any partial chunk: a team needs less than one of the full size.
 size_t shared_of_tails(const FftLaunch& l) {
-  return FftTeam<2048>::shared_bytes(fft_size_words(l.fft.scheme, kFftMostChunk));
+  return FftTeam<2048>::shared_bytes(fft_size_words(l.fft.scheme, kFftMostChunk), false);
 }
 
 template <class Call>
@@ -83,7 +84,8 @@ struct EncodeCall {
   }
   template <auto kKernel, int kBins>
   void start() {
-    launch<kKernel>(job, l, blocks_of<kBins>(l), FftTeam<kBins>::kBlockThreads, shared_of<kBins>(l), stream);
+    const bool staged = job.aligned && job.dtype == DType::f32 && !job.feedback;
+    launch<kKernel>(job, l, blocks_of<kBins>(l), FftTeam<kBins>::kBlockThreads, shared_of<kBins>(l, staged), stream);
   }
 };
 
@@ -93,7 +95,7 @@ struct DecodeCall {
   cudaStream_t stream;
   template <int kBins>
   void run() {
-    launch<fft_decode_full<kBins>>(job, l, blocks_of<kBins>(l), FftTeam<kBins>::kBlockThreads, shared_of<kBins>(l),
+    launch<fft_decode_full<kBins>>(job, l, blocks_of<kBins>(l), FftTeam<kBins>::kBlockThreads, shared_of<kBins>(l, false),
                                    stream);
   }
 };

@@ -3,30 +3,61 @@
 // the number of bits of a code is the scheme's, and the driver packs the codes of a block after they are made. So a body
 // is compiled once, not once per width.
 
-// Any levels (optquant): 2^kDepth of them in p.table, ascending from -1 to 1 or less, unused ones at infinity; behind them as many slopes. The
-// cell is found by bisection (p.limit is the middle level); in it, the chance of rounding up rises from 0 to 2^16 with the slope, from p.b on.
+// Any levels (optquant): 2^kDepth of them in p.table, ascending from -1 to 1 or less, unused ones at infinity; behind them as many slopes, and behind
+// those of many levels, the levels once more, in the order in which a bisection may meet them. The cell is found by bisection (p.limit is the
+// middle level); in it, the chance of rounding up rises from 0 to 2^16 with the slope, from p.b on.
 template <int kDepth>
 struct LevelsBody {
   static constexpr int kCodeBits = 0;
+  static constexpr int kFusedBits = kDepth <= 4 ? kDepth : 0;  // on a CPU: the depth is the width, and codes are packed as they are made
   static constexpr bool kRandom = true;
   static constexpr int kSize = 1 << kDepth;
 
-  template <class L, bool kTiny>
-  static GW_BODY typename L::U encode(typename L::F x, const UnitParams& p, typename L::U rnd) {
-    using F = typename L::F;
+  template <class L>
+  struct Cell {
+    typename L::U number;
+    typename L::F level;
+  };
+
+  template <class L>
+  static GW_BODY Cell<L> bisect(typename L::F t, const UnitParams& p) {
     using U = typename L::U;
-    if constexpr (kTiny) x = L::mul(x, L::set(p.pre));
-    const F t = L::mul(x, L::set(p.scale));
     U cell = L::select_u(L::less(t, L::set(p.limit)), L::set_u(0), L::set_u(kSize / 2));
     for (int half = kSize / 4; half > 0; half /= 2) {
       const U next = L::add_u(cell, L::set_u(half));
       cell = L::select_u(L::less(t, L::template lookup<kSize>(p.table, next)), cell, next);
     }
-    const F above = L::sub(t, L::template lookup<kSize>(p.table, cell));
-    const F chance = L::add(L::mul(above, L::template lookup<kSize>(p.table + kSize, cell)), L::set(p.b));
+    return {cell, L::template lookup<kSize>(p.table, cell)};
+  }
+  // Step d of the same bisection looks at one of 2^d levels only. For a vector these are few enough to be looked up in registers but in the last
+  // steps; the level of the cell is the last one that was not above.
+  template <class L, int... kStep>
+  static GW_BODY Cell<L> descend(typename L::F t, const UnitParams& p, std::integer_sequence<int, kStep...>) {
+    Cell<L> cell{L::set_u(0), L::set(p.table[0])};
+    step<L>(t, L::set(p.limit), cell);
+    (step<L>(t, L::template lookup<(2 << kStep)>(p.table + 2 * kSize + (2 << kStep), cell.number), cell), ...);
+    return cell;
+  }
+  template <class L>
+  static GW_BODY void step(typename L::F t, typename L::F level, Cell<L>& cell) {
+    cell.number = L::count_not_less(L::add_u(cell.number, cell.number), t, level);
+    cell.level = L::select(L::less(t, level), cell.level, level);
+  }
+
+  template <class L, bool kTiny>
+  static GW_BODY typename L::U encode(typename L::F x, const UnitParams& p, typename L::U rnd) {
+    using F = typename L::F;
+    if constexpr (kTiny) x = L::mul(x, L::set(p.pre));
+    const F t = L::mul(x, L::set(p.scale));
+    Cell<L> cell;
+    if constexpr (kFusedBits == 0 && L::kWidth > 1)
+      cell = descend<L>(t, p, std::make_integer_sequence<int, kDepth - 1>());
+    else
+      cell = bisect<L>(t, p);
+    const F slope = L::template lookup<kSize>(p.table + kSize, cell.number);
+    const F chance = L::add(L::mul(L::sub(t, cell.level), slope), L::set(p.b));
     // Adding 2^23 rounds the chance to an integer; the random bits are brought beside it without a conversion.
-    const typename L::M up = L::less(L::from_bits(L::or_u(rnd, L::set_u(0x4b000000u))), L::add(chance, L::set(8388608.0f)));
-    return L::select_u(up, L::add_u(cell, L::set_u(1)), cell);
+    return L::count_less(cell.number, L::from_bits(L::or_u(rnd, L::set_u(0x4b000000u))), L::add(chance, L::set(8388608.0f)));
   }
   template <class L>
   static GW_BODY typename L::F decode(typename L::U code, const UnitParams& p) {

@@ -83,8 +83,10 @@ CodecDef codec_optquant() {
             check_levels(levels, bits, v.choice("mode") == "unbiased");
             const size_t size = bits <= 4 ? size_t{1} << bits : 256;  // as the bodies have it
             const double kappa = v.choice("mode") == "biased" && !s.nearest ? v.real("kappa") : 0, ramp = 65536 / (1 - 2 * kappa);
-            floats.assign(2 * size, HUGE_VALF);
+            floats.assign((size > 16 ? 3 : 2) * size, HUGE_VALF);
             std::copy(levels.begin(), levels.end(), floats.begin());
+            for (size_t step = 1; size > 16 && step < size; step *= 2)  // a bisection's first, second, ... step
+              for (size_t i = 0; i < step; ++i) floats[2 * size + step + i] = floats[(2 * i + 1) * (size / 2 / step)];
             for (size_t i = 0; i < size; ++i) {
               const double gap = i + 1 < levels.size() ? static_cast<double>(levels[i + 1]) - levels[i] : 0;
               floats[size + i] = gap > 0 ? static_cast<float>(std::min(ramp / gap, 1e30)) : 0;
@@ -179,7 +181,7 @@ CodecDef codec_rangefloat() {
             }
             const uint32_t shift = 23 - s.steps, half = 1u << (s.bits - 1), all = 2 * half - 1, top = float_bits(s.limit) >> shift;
             s.base = least > 0 ? float_bits(least) >> shift : top + 1 > half ? top + 1 - half : 0;
-            if (s.base > top || top - s.base + 1 > all)
+            if (s.base > top || top - s.base + 1 >= all)  // one code at least is for negative values
               throw Error(ErrorKind::usage, fmt::format("eps is {}; from there to {} a mantissa of {} bits takes more than {} bits have codes for, or none", least, s.limit, s.steps, s.bits), "eps");
             s.top = top - s.base + 1;
             const uint32_t bottom = low > 0 ? float_bits(low) >> shift : top;

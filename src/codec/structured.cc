@@ -85,6 +85,7 @@ CodecDef codec_casq() {
            {"start", Type::integer, "0", 0, 1e9, {}, "steps that are sent as fp32 before (published: 500)", true},
            refit_parameter("100")},
           [](const Values& v) {
+            if (!paper(v) && v.choice("counts") == "on") throw Error(ErrorKind::usage, "counts is on; only mode=paper can send them", "counts");
             return Scheme{.body = Body::clusters, .stat = Stat::l2, .bits = static_cast<uint8_t>(v.integer("bits")), .unit = paper(v) ? 0 : kTile,
                           .ratio = v.real("budget"), .steps = paper(v) && v.choice("counts") == "on"};
           },

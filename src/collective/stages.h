@@ -18,6 +18,7 @@
 
 #include "collective/job.h"
 #include "collective/learning.h"
+#include "gradwire/merge.h"
 
 namespace gradwire {
 
@@ -47,6 +48,9 @@ class Coder {
   using Look = std::function<void(Runner&, std::span<const void* const> tensors, const Residuals*, ConstBytes message)>;
   void encode(std::span<const void* const> shards, const Stamp& stamp, Bytes message, const Look& look = {}, bool again = false);
   void decode(ConstBytes message, std::span<void* const> shards, Write write, const Stamp& expected);
+  // Tables that can be merged are, where all messages go to everybody; the result is the mean.
+  bool merges() const { return can_merge(plan_); }
+  void merge(std::span<const ConstBytes> messages, std::span<float* const> means);
 
  private:
   Device device_;

@@ -221,14 +221,25 @@ struct Driver {
     U counter, key1, rnd, word;
   };
 
+  // A body whose codes have one width may leave packing to the driver on one device and not on another: kFusedBits is for this one.
+  template <class B>
+  static constexpr int width_of() {
+    if constexpr (requires { B::kFusedBits; })
+      return B::kFusedBits;
+    else
+      return B::kCodeBits;
+  }
+  template <class B>
+  static constexpr int kCodeBits = width_of<B>();
+
   // After so many rows (an even number) the codes of a lane end at the end of a word: the part that is unrolled.
   template <class B>
-  static constexpr int kPeriod = B::kCodeBits % 2 ? 32 : B::kCodeBits % 4 ? 16 : B::kCodeBits == 4 ? 8 : B::kCodeBits == 8 ? 4 : 2;
+  static constexpr int kPeriod = kCodeBits<B> % 2 ? 32 : kCodeBits<B> % 4 ? 16 : kCodeBits<B> == 4 ? 8 : kCodeBits<B> == 8 ? 4 : 2;
 
   // kOne: one unit, not tiny; else parameters row by row.
   template <class B, bool kOne, bool kFeedback, int kRow>
   static GW_BODY void encode_row(Rows& r) {
-    constexpr int kBits = B::kCodeBits, kPlace = kRow * kBits % 32, kWord = kRow * kBits / 32;
+    constexpr int kBits = kCodeBits<B>, kPlace = kRow * kBits % 32, kWord = kRow * kBits / 32;
     const uint32_t row = r.row + kRow;
     const UnitParams& p = r.params[kOne ? 0 : row];
     U rnd = r.word;  // any value: bodies without chance ignore it
@@ -261,7 +272,7 @@ struct Driver {
   template <class B, bool kOne, bool kFeedback>
   static void encode_full(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key,
                           const Scheme& scheme, uint32_t* codes, uint32_t* words) {
-    if constexpr (B::kCodeBits == 0) {
+    if constexpr (kCodeBits<B> == 0) {
       make_codes<B, kOne, kFeedback>(x, residual, params, unscale, key, scheme.nearest, kLane, codes);
       pack_block(scheme.bits, codes, words);
     } else {
@@ -280,7 +291,7 @@ struct Driver {
       r.word = L::set_u(0);
       for (; r.row < 32; r.row += kPeriod<B>) {
         encode_period<B, kOne, kFeedback>(r, std::make_integer_sequence<int, kPeriod<B>>());
-        r.words += kPeriod<B> * B::kCodeBits;  // as many words a lane as the period fills, times 32 lanes
+        r.words += kPeriod<B> * kCodeBits<B>;  // as many words a lane as the period fills, times 32 lanes
       }
     }
   }
@@ -376,7 +387,7 @@ struct Driver {
 
   template <class B, bool kStream, int kRow>
   static GW_BODY void decode_row(const uint32_t* words, const UnitParams& p, float* out, U& seen) {
-    constexpr int kBits = B::kCodeBits, kPlace = kRow * kBits % 32, kWord = kRow * kBits / 32;
+    constexpr int kBits = kCodeBits<B>, kPlace = kRow * kBits % 32, kWord = kRow * kBits / 32;
     for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
       U code = L::template shr<kPlace>(L::load_u(words + kWord * 32 + lane));
       if constexpr (kPlace + kBits > 32)
@@ -399,7 +410,7 @@ struct Driver {
 
   template <class B, bool kOne, bool kStream>
   static void decode_full(const uint32_t* words, const UnitParams* params, int bits, uint32_t* codes, float* out, U& seen) {
-    if constexpr (B::kCodeBits == 0) {
+    if constexpr (kCodeBits<B> == 0) {
       unpack_block(bits, words, codes);
       return decode_codes<B, kOne, kStream>(codes, params, kLane, out, seen);
     } else {
@@ -410,7 +421,7 @@ struct Driver {
   template <class B, bool kOne, bool kStream>
   static void decode_fused(const uint32_t* words, const UnitParams* params, float* out, U& seen) {
     for (int row = 0; row < 32; row += kPeriod<B>)
-      decode_period<B, kOne, kStream>(words + row * B::kCodeBits, params + (kOne ? 0 : row), out + row * 32, seen,
+      decode_period<B, kOne, kStream>(words + row * kCodeBits<B>, params + (kOne ? 0 : row), out + row * 32, seen,
                                       std::make_integer_sequence<int, kPeriod<B>>());
   }
 
@@ -532,7 +543,7 @@ struct Driver {
         x = scratch.x;
         clear_marked(params, one, scratch.x);
       }
-      const int bits = B::kCodeBits ? B::kCodeBits : scheme.bits;
+      const int bits = kCodeBits<B> ? kCodeBits<B> : scheme.bits;
       uint32_t* words = s.region + block * kLane * bits;
       if (n == kBlock) {
         if (residual && one)
@@ -579,7 +590,7 @@ struct Driver {
             params[row] = make_params(scheme, side + (block * kBlock + row * kLane) / scheme.unit * scheme.side);
         }
       }
-      const int bits = B::kCodeBits ? B::kCodeBits : scheme.bits;
+      const int bits = kCodeBits<B> ? kCodeBits<B> : scheme.bits;
       const uint32_t* words = s.region + block * kLane * bits;
       float* out = direct ? static_cast<float*>(s.out) + block * kBlock : scratch.x;
       if (n == kBlock) {

@@ -196,16 +196,21 @@ __device__ __forceinline__ void unpack_block(int bits, const uint32_t* words, ui
 #undef GW_CASE
 }
 
-// The bits of a code, where the body does not fix them.
+// The bits of a code, where they are known when the kernel is compiled; else 0, and the scheme has them.
+template <class B>
+GW_HD constexpr int fixed_bits() {
+  if constexpr (B::kCodeBits == 0 && requires { B::kFusedBits; }) return B::kFusedBits;
+  return B::kCodeBits;
+}
 template <class B>
 __device__ __forceinline__ int code_bits(const Scheme& s) {
-  return B::kCodeBits ? B::kCodeBits : s.bits;
+  return fixed_bits<B>() ? fixed_bits<B>() : s.bits;
 }
 
 template <class B, bool kOne, bool kFeedback>
 __device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, float (&x)[32],
                                             const UnitParams& one, const UnitParams* rows, uint32_t spread, Check& check) {
-  constexpr int kBits = B::kCodeBits;
+  constexpr int kBits = fixed_bits<B>();
   const uint64_t key = block_key(job.keys[piece.tensor], piece.first_block + block);
   const uint32_t key1 = static_cast<uint32_t>(key >> 32);
   uint32_t counter = lane * kWeyl + static_cast<uint32_t>(key);
@@ -268,7 +273,7 @@ __device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint
   uint32_t code = B::template encode<ScalarLane, true>(value, p, r16);
   if (before) store_residual(job, piece, at, (value - B::template decode<ScalarLane>(code, p)) * job.unscale);
   if (at >= piece.count) code = 0;
-  if (B::kCodeBits == 0 && bits == 0) return;
+  if (fixed_bits<B>() == 0 && bits == 0) return;
   uint32_t word = 0;
   const int first = static_cast<int>(lane) * 32 / bits;  // the first code with a bit in this lane's word
 #pragma unroll
@@ -507,7 +512,7 @@ __global__ void whole_sides(const __grid_constant__ CudaJob job) {
 
 template <class B, bool kTails>
 __device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, Check& check) {
-  constexpr int kBits = B::kCodeBits;
+  constexpr int kBits = fixed_bits<B>();
   const int bits = code_bits<B>(job.scheme);
   const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const Scheme& scheme = job.scheme;
@@ -546,7 +551,7 @@ __device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, 
     const bool is_one = scheme.stat == Stat::none || unit >= kBlock;
     UnitParams p;
     const auto take = [&](int row) {  // the parameters of a row
-      if constexpr (kBits == 0) {
+      if constexpr (B::kCodeBits == 0) {  // their parameters are more than two numbers
         const uint32_t side[2] = {__shfl_sync(kFull, my_side, row), 0};
         p = make_params(scheme, side);
       } else {

@@ -82,9 +82,21 @@ __device__ __forceinline__ void copy_block(const float* from, float* to, uint32_
 
 // kAhead: f32 input aligned to 16 bytes, no feedback. Blocks come through shared memory, copied there without passing through
 // registers while the block before them is worked on.
+// Bodies that look levels up find them in shared memory, whose addresses cost half of global ones.
+template <class B>
+GW_HD constexpr uint32_t table_floats() {
+  if constexpr (requires { B::kSize; }) return 2 * B::kSize;
+  return 0;
+}
+template <class B>
+__device__ __forceinline__ void fetch_table(const Scheme& s, float* table) {
+  for (uint32_t i = threadIdx.x; i < table_floats<B>(); i += blockDim.x) table[i] = __ldg(s.table + i);
+  if (table_floats<B>()) __syncthreads();
+}
+
 template <class B, bool kFeedback, bool kAhead>
 __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_constant__ CudaJob job) {
-  constexpr int kBits = B::kCodeBits;
+  constexpr int kBits = fixed_bits<B>();
   const int bits = code_bits<B>(job.scheme);
   const uint32_t lane = threadIdx.x & 31;
   const uint64_t stride = job.main_blocks * 8ull;
@@ -92,6 +104,8 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
   Check check;
   SideSums sides;
   Place place;
+  __shared__ float table[table_floats<B>() + 1];
+  fetch_table<B>(scheme, table);
   extern __shared__ float4 stages[];  // kAhead: two blocks a warp
   float* const stage = reinterpret_cast<float*>(stages) + (threadIdx.x >> 5) * 2 * kBlock;
   uint64_t ahead = ~uint64_t{0};  // the block that is on its way to shared memory
@@ -153,6 +167,7 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
         p = make_params(scheme, side);
         marked = side[0] == kMarker;
       }
+      if constexpr (table_floats<B>() > 0) p.table = table;
       if (marked) {
 #pragma unroll
         for (int row = 0; row < 32; ++row) x[row] = 0;
@@ -222,7 +237,7 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
 // 16 bytes at a time. For codes of 1, 2 or 4 bits: four rows share a word, and few words are held.
 template <class B, bool kQuads>
 __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_constant__ CudaJob job) {
-  constexpr int kBits = B::kCodeBits;
+  constexpr int kBits = fixed_bits<B>();
   const int bits = code_bits<B>(job.scheme);
   constexpr uint32_t kMask = kBits == 32 ? 0xffffffffu : (1u << (kBits % 32)) - 1;
   const uint32_t lane = threadIdx.x & 31;
@@ -235,6 +250,8 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
     report(job, blockIdx.x < head ? check_head(job) : decode_any<B, true>(job, blockIdx.x - head, others - head, check), check);
     return;
   }
+  __shared__ float table[table_floats<B>() + 1];
+  fetch_table<B>(scheme, table);
   SideSums sides;
   Place place;
   uint32_t problem = 0;
@@ -273,6 +290,7 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
         for (uint32_t s = 0; s < scheme.side; ++s) sides.add(lane, side[s], place.side + unit * scheme.side + s, check);
       }
       p = make_params(scheme, side);
+      if constexpr (table_floats<B>() > 0) p.table = table;
     }
     uint32_t seen = 0;
     if constexpr (kQuads) {

@@ -18,17 +18,19 @@ struct FftTeam {
   static_assert(kPlan.passes == kLast + 1);
 
   static constexpr size_t kPlaces = kBins + kBins / 16;
-  // Numbers, counts before each word of the bitmap, partial results of the warps, the unit's words.
-  static GW_HD constexpr size_t shared_bytes(uint32_t words) {
-    return (kPlaces * 8 + (64 + 8 + words + 1) * 4 + 15) / 16 * 16;
+  // Numbers, counts before each word of the bitmap, partial results of the warps, the unit's words; in front of them, where
+  // `staged`, the values of the unit to come.
+  static GW_HD constexpr size_t shared_bytes(uint32_t words, bool staged) {
+    return (staged ? kBins * 8 : 0) + (kPlaces * 8 + (64 + 8 + words + 1) * 4 + 15) / 16 * 16;
   }
 
-  float2* numbers;
+  float2 *stage, *numbers;
   uint32_t *before, *parts, *words;
   uint32_t t, turn = 0;
 
-  __device__ __forceinline__ FftTeam(char* shared, uint32_t thread)
-      : numbers(reinterpret_cast<float2*>(shared)),
+  __device__ __forceinline__ FftTeam(char* shared, bool staged, uint32_t thread)
+      : stage(reinterpret_cast<float2*>(shared)),
+        numbers(stage + (staged ? kBins : 0)),
         before(reinterpret_cast<uint32_t*>(numbers + kPlaces)),
         parts(before + 64),
         words(parts + 8),
@@ -72,6 +74,15 @@ struct FftTeam {
   __device__ __forceinline__ uint32_t bin(int slot) const { return t + kTeam * slot; }
 
   // --- passes ----------------------------------------------------------------------------------------------------
+
+  // Values of a unit on their way to shared memory while the one before them is worked on.
+  __device__ __forceinline__ void fetch(const float* from) const {
+    float4* to = reinterpret_cast<float4*>(stage);
+#pragma unroll
+    for (uint32_t i = 0; i < kBins / 2; i += kTeam)
+      if (kBins / 2 >= kTeam || t < kBins / 2) __pipeline_memcpy_async(to + i + t, reinterpret_cast<const float4*>(from) + i + t, 16);
+    __pipeline_commit();
+  }
 
   __device__ __forceinline__ bool first_works() const { return kExact || t < kBins / 16; }
 

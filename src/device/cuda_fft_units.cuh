@@ -56,24 +56,33 @@ __device__ __forceinline__ float fft_value(float y, float scale) { return FftP::
 
 // --- encode ------------------------------------------------------------------------------------------------------
 
-// kFast: f32 that can be read in pairs.
-template <int kBins, bool kFeedback, bool kTail, bool kFast>
+// kFast: f32 that can be read in pairs. kStaged: the unit's values are in team.stage, and those of the next one, if there is
+// one, are sent for as soon as they are taken out.
+template <int kBins, bool kFeedback, bool kTail, bool kFast, bool kStaged = false>
 __device__ __forceinline__ void fft_encode_unit(const CudaJob& job, const FftLaunch& l, FftTeam<kBins>& team,
-                                                const FftUnit& u, uint32_t& memory, Check& check) {
+                                                const FftUnit& u, uint32_t& memory, Check& check, const float* next = nullptr) {
   using Team = FftTeam<kBins>;
   const FftScheme& scheme = l.fft.scheme;
   const uint32_t t = team.t, kept = u.kept, code_words = fft_code_words(scheme, kept), side = Team::kWords + code_words;
   FftC a[16];
   uint32_t top = 0;
+  if constexpr (kStaged) {
+    __pipeline_wait_prior(0);
+    team.sync();
+  }
   if (team.first_works()) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const float2 x = load_pair<kFeedback, kTail, kFast>(job, u, t + kBins / 16 * i);
+      const float2 x = kStaged ? team.stage[t + kBins / 16 * i] : load_pair<kFeedback, kTail, kFast>(job, u, t + kBins / 16 * i);
       a[i] = {x.x, x.y};
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i)
       top = max(top, max(float_bits(a[i].r) & 0x7fffffffu, float_bits(a[i].i) & 0x7fffffffu));
+  }
+  if constexpr (kStaged) {
+    team.sync();
+    if (next) team.fetch(next);
   }
   top = team.team_max(top);
   const bool residual = kFeedback && job.before[u.piece.tensor] != nullptr;
@@ -247,18 +256,42 @@ __device__ __forceinline__ uint32_t fft_decode_unit(const CudaJob& job, const Ff
 
 constexpr int kFftTailThreads = 128;
 
-template <int kBins, class Work>
+// The unit at place i of the group; false if it is a partial one, which is for fft_tails.
+template <int kBins>
+__device__ __forceinline__ bool full_unit(const CudaJob& job, const FftLaunch& l, uint64_t i, uint32_t words, FftUnit& u) {
+  if (i >= l.fft.units) return false;
+  const uint32_t slot = job.piece_count == 1 ? 0 : __ldg(l.fft.unit_piece + i);
+  const CudaPiece& piece = job.pieces[slot];
+  const uint64_t unit = i - (job.piece_count == 1 ? 0 : l.fft.first_unit[slot]);
+  if ((unit + 1) * (2 * kBins) > piece.count) return false;
+  u = FftUnit{piece, unit * (2 * kBins), piece.region + unit * words, l.kept};
+  return true;
+}
+
+// work(team, unit, where the values of the next full unit are, or null).
+template <int kBins, bool kStaged, class Work>
 __device__ __forceinline__ void fft_full_units(const CudaJob& job, const FftLaunch& l, char* shared, const Work& work) {
   using Team = FftTeam<kBins>;
   constexpr uint32_t kTeams = Team::kBlockThreads / Team::kTeam;
   const uint32_t number = threadIdx.x / Team::kTeam, words = Team::kWords + fft_code_words(l.fft.scheme, l.kept) + 1;
-  Team team(shared + number * Team::shared_bytes(words), threadIdx.x % Team::kTeam);
-  for (uint64_t i = uint64_t{blockIdx.x} * kTeams + number; i < l.fft.units; i += uint64_t{gridDim.x} * kTeams) {
-    const uint32_t slot = job.piece_count == 1 ? 0 : __ldg(l.fft.unit_piece + i);
-    const CudaPiece& piece = job.pieces[slot];
-    const uint64_t unit = i - (job.piece_count == 1 ? 0 : l.fft.first_unit[slot]);
-    if ((unit + 1) * (2 * kBins) > piece.count) continue;  // the last, partial chunk is for fft_tails
-    work(team, FftUnit{piece, unit * (2 * kBins), piece.region + unit * words, l.kept});
+  Team team(shared + number * Team::shared_bytes(words, kStaged), kStaged, threadIdx.x % Team::kTeam);
+  const uint64_t stride = uint64_t{gridDim.x} * kTeams;
+  uint64_t i = uint64_t{blockIdx.x} * kTeams + number;
+  FftUnit u;
+  const auto next_full = [&](uint64_t from, FftUnit& to) {  // the first full unit from there on
+    while (from < l.fft.units && !full_unit<kBins>(job, l, from, words, to)) from += stride;
+    return from;
+  };
+  const auto values = [&](const FftUnit& of) { return static_cast<const float*>(job.in[of.piece.tensor]) + of.at; };
+  i = next_full(i, u);
+  if (kStaged && i < l.fft.units) team.fetch(values(u));
+  while (i < l.fft.units) {
+    full_unit<kBins>(job, l, i, words, u);
+    const float* ahead = nullptr;
+    FftUnit next;
+    i = next_full(i + stride, next);
+    if (kStaged && i < l.fft.units) ahead = values(next);
+    work(team, u, ahead);
   }
 }
 
@@ -274,7 +307,7 @@ __device__ __forceinline__ void fft_tails(const CudaJob& job, const FftLaunch& l
     const FftUnit u{piece, units * scheme.chunk, piece.region + units * fft_unit_words(scheme, scheme.chunk), kept};
     const auto run = [&]<int kBins>() {
       if (threadIdx.x >= FftTeam<kBins>::kTeam) return;
-      FftTeam<kBins> team(shared, threadIdx.x);
+      FftTeam<kBins> team(shared, false, threadIdx.x);
       work(team, u);
     };
     switch (fft_size(scheme.chunk, rest) / 2) {
@@ -313,12 +346,13 @@ constexpr int fft_blocks(int warps) {
 extern __shared__ __align__(16) char fft_shared[];
 
 template <int kBins, bool kFeedback, bool kFast>
-__global__ void __launch_bounds__(FftTeam<kBins>::kBlockThreads, fft_blocks<kBins>(kFeedback ? 16 : 24))
+__global__ void __launch_bounds__(FftTeam<kBins>::kBlockThreads, fft_blocks<kBins>(kFeedback ? 16 : 20))
     fft_encode_full(const __grid_constant__ CudaJob job, const __grid_constant__ FftLaunch l) {
   Check check;
   uint32_t memory = 0;
-  fft_full_units<kBins>(job, l, fft_shared, [&](FftTeam<kBins>& team, const FftUnit& u) {
-    fft_encode_unit<kBins, kFeedback, false, kFast>(job, l, team, u, memory, check);
+  constexpr bool kStaged = kFast && !kFeedback;
+  fft_full_units<kBins, kStaged>(job, l, fft_shared, [&](FftTeam<kBins>& team, const FftUnit& u, const float* next) {
+    fft_encode_unit<kBins, kFeedback, false, kFast, kStaged>(job, l, team, u, memory, check, next);
   });
   __syncthreads();
   check.flush(job.check);
@@ -340,7 +374,7 @@ __global__ void __launch_bounds__(FftTeam<kBins>::kBlockThreads, fft_blocks<kBin
     fft_decode_full(const __grid_constant__ CudaJob job, const __grid_constant__ FftLaunch l) {
   Check check;
   uint32_t problem = 0;
-  fft_full_units<kBins>(job, l, fft_shared, [&](FftTeam<kBins>& team, const FftUnit& u) {
+  fft_full_units<kBins, false>(job, l, fft_shared, [&](FftTeam<kBins>& team, const FftUnit& u, const float*) {
     problem |= fft_decode_unit<kBins, false>(job, l, team, u, check);
   });
   __syncthreads();

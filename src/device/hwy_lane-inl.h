@@ -2,6 +2,19 @@
 // The words of lane.h for Highway vectors. Included once per target, inside the target's namespace; no include guard.
 // At most 16 lanes a vector, so that a row of 32 is a whole number of vectors.
 
+// For each set of up to eight lanes: where in the vector its members stand, one after the other; and how many of them stand before each lane.
+struct Places {
+  uint8_t members[256][8], before[256][8];
+  constexpr Places() : members(), before() {
+    for (int set = 0; set < 256; ++set)
+      for (int lane = 0, count = 0; lane < 8; ++lane) {
+        before[set][lane] = static_cast<uint8_t>(count & 7);
+        if (set >> lane & 1) members[set][count++] = static_cast<uint8_t>(lane);
+      }
+  }
+};
+[[maybe_unused]] inline constexpr Places kPlaces;
+
 struct VectorLane {
   using DF = hwy::HWY_NAMESPACE::CappedTag<float, 16>;
   using DU = hwy::HWY_NAMESPACE::CappedTag<uint32_t, 16>;
@@ -62,17 +75,40 @@ struct VectorLane {
 
   static HWY_INLINE U shr_by(U x, uint32_t n) { return hn::ShiftRightSame(x, static_cast<int>(n)); }
   static HWY_INLINE U shl_by(U x, uint32_t n) { return hn::ShiftLeftSame(x, static_cast<int>(n)); }
-  // table[index], index < kSize; the table has at least 16 floats. Tables of one or two vectors stay in registers.
+  // table[index], index < kSize; the table has at least 16 floats. Up to many vectors it is looked up vector by vector and chosen by the
+  // bits of the index: permutations take a cycle or so each, a gather as long as a dozen of them.
+#if HWY_TARGET == HWY_AVX3
+  static constexpr int kMostLookups = 256;
+#elif HWY_TARGET == HWY_AVX2
+  static constexpr int kMostLookups = 128;
+#else
+  static constexpr int kMostLookups = 2 * static_cast<int>(kWidth);
+#endif
   template <int kSize>
   static HWY_INLINE F lookup(const float* table, U index) {
-    if constexpr (kSize <= static_cast<int>(kWidth)) {
-      return hn::TableLookupLanes(load(table), hn::IndicesFromVec(DF(), index));
-    } else if constexpr (kSize == 2 * static_cast<int>(kWidth)) {
-      const U low = and_u(index, set_u(kWidth - 1));
-      const auto lanes = hn::IndicesFromVec(DF(), low);
-      return select(less_u(index, set_u(kWidth)), hn::TableLookupLanes(load(table), lanes), hn::TableLookupLanes(load(table + kWidth), lanes));
-    } else {
+    if constexpr (kSize > kMostLookups)
       return hn::GatherIndex(DF(), table, as_i(index));
+    else
+      return lookup_part<kSize>(table, index);
+  }
+  template <int kSize>
+  static HWY_INLINE F lookup_part(const float* table, U index) {  // by the lower bits of the index
+    if constexpr (kSize <= static_cast<int>(kWidth)) {
+#if HWY_TARGET == HWY_AVX3
+      return F{_mm512_permutexvar_ps(index.raw, load(table).raw)};
+#elif HWY_TARGET == HWY_AVX2
+      return F{_mm256_permutevar8x32_ps(load(table).raw, index.raw)};
+#else
+      return hn::TableLookupLanes(load(table), hn::IndicesFromVec(DF(), and_u(index, set_u(kWidth - 1))));
+#endif
+#if HWY_TARGET == HWY_AVX3
+    } else if constexpr (kSize == 32) {
+      return F{_mm512_permutex2var_ps(load(table).raw, index.raw, load(table + 16).raw)};
+#endif
+    } else {
+      constexpr int kTop = 31 - std::countr_zero(static_cast<uint32_t>(kSize / 2));
+      const F low = lookup_part<kSize / 2>(table, index), high = lookup_part<kSize / 2>(table + kSize / 2, index);
+      return hn::IfNegativeThenElse(from_bits(shl<kTop>(index)), high, low);
     }
   }
 
@@ -114,6 +150,44 @@ struct VectorLane {
     const auto b = hn::MulEven(hn::BitCast(DU(), hn::PromoteTo(d64, upper)), weights);
     hn::StoreU(hn::Add(hn::LoadU(d64, sums), a), d64, sums);
     hn::StoreU(hn::Add(hn::LoadU(d64, sums + kHalf), b), d64, sums + kHalf);
+  }
+  // counts + 1 where a < b, a >= b, a == b. Where masks are vectors one is all ones, and subtracting it does that.
+  static HWY_INLINE U count_if(U counts, M mask) {
+#if HWY_TARGET == HWY_AVX3
+    return U{_mm512_mask_add_epi32(counts.raw, mask.raw, counts.raw, set_u(1).raw)};
+#else
+    return hn::Sub(counts, bits(hn::VecFromMask(DF(), mask)));
+#endif
+  }
+  static HWY_INLINE U count_less(U counts, F a, F b) { return count_if(counts, less(a, b)); }
+  static HWY_INLINE U count_not_less(U counts, F a, F b) { return count_if(counts, hn::Ge(a, b)); }
+  static HWY_INLINE U count_equal(U counts, U a, U b) { return count_if(counts, equal_u(a, b)); }
+  static HWY_INLINE size_t count(M mask) { return hn::CountTrue(DF(), mask); }
+  // x[places[mask][i]] in lane i.
+  static HWY_INLINE F permute(F x, const uint8_t (&places)[256][8], M mask) {
+    static_assert(kWidth <= 8 || HWY_TARGET == HWY_AVX3);
+    uint8_t set[8] = {};
+    hn::StoreMaskBits(DF(), mask, set);
+    const U index = hn::PromoteTo(DU(), hn::LoadU(hwy::HWY_NAMESPACE::Rebind<uint8_t, DU>(), places[set[0]]));
+    return hn::TableLookupLanes(x, hn::IndicesFromVec(DF(), index));
+  }
+  // The lanes of `mask`, moved together, to the front of the vector at `out`; returns how many. What is behind them is not defined. Neither
+  // Highway's Compress(), which copies its table to the stack, nor CompressStore(), which takes some processors a hundred cycles.
+  static HWY_INLINE size_t compress(F x, M mask, float* out) {
+#if HWY_TARGET == HWY_AVX3
+    store(F{_mm512_maskz_compress_ps(mask.raw, x.raw)}, out);
+#else
+    store(permute(x, kPlaces.members, mask), out);
+#endif
+    return count(mask);
+  }
+  // The reverse: floats from `from` on to the lanes of `mask`, zero to the others. Reads a whole vector.
+  static HWY_INLINE F expand(const float* from, M mask) {
+#if HWY_TARGET == HWY_AVX3
+    return F{_mm512_maskz_expand_ps(mask.raw, load(from).raw)};
+#else
+    return hn::IfThenElseZero(mask, permute(load(from), kPlaces.before, mask));
+#endif
   }
   // Appends the indices from + i of the lanes i of `mask`; returns how many. `out` has room for a whole vector.
   static HWY_INLINE size_t compress_indices(M mask, uint32_t from, uint32_t* out) {

@@ -62,6 +62,16 @@ struct Kernels {
   void (*put_residual)(const Span&, uint64_t block, const float* x);  // x or, where that is NaN, what was there before
   // The number of ascending thresholds at or below each of n values; n is a multiple of 32.
   void (*classify)(const float* x, uint64_t n, const float* thresholds, uint32_t count, uint32_t* codes);
+  // casq's tile, with 2^bits clusters; n is a multiple of 32, and every array but `codes` has room for 16 more (sketch_cpu-inl.h).
+  // split: classifies, and appends each value to its cluster's list, whose end moves on. merge: takes each value from its list, whose begin
+  // moves on; stream: `out` is at a multiple of 64, and written past the caches.
+  void (*split)(int bits, const float* x, uint64_t n, const float* thresholds, uint32_t* codes, float** lists);
+  void (*merge)(int bits, const uint32_t* codes, uint64_t n, const float** lists, float* out, bool stream);
+  void (*count)(int bits, const uint32_t* codes, uint64_t n, uint32_t* counts);  // codes of each cluster; any n
+  // Any n: values on a grid to integers; means as they travel, and back, in units of `step`.
+  void (*round)(const float* x, uint64_t n, Grid grid, float scale, int32_t* out);
+  void (*narrow_means)(const float* x, uint64_t n, uint16_t* out);
+  void (*widen_means)(const uint16_t* means, uint64_t n, float step, float* out);
   // Codes, one a word, to where they stand in the message, and back: of a full block, of the last, partial one.
   void (*pack)(int bits, const uint32_t* codes, uint32_t* words);
   void (*unpack)(int bits, const uint32_t* words, uint32_t* codes);

@@ -71,11 +71,7 @@ struct ScalarLane {
   // table[index], index < kSize; the table has at least 16 floats.
   template <int kSize>
   GW_HD static F lookup(const float* table, U index) {
-#if defined(__CUDA_ARCH__)
-    return __ldg(table + index);
-#else
     return table[index];
-#endif
   }
 
   // Memory, on the host.
@@ -89,6 +85,17 @@ struct ScalarLane {
   static uint32_t reduce_max(U x) { return x; }
   static uint64_t reduce_add(U x) { return x; }
   static void add_products(const uint32_t* words, uint32_t weight, uint64_t* sums) { *sums += uint64_t{*words} * weight; }
+  // counts + 1 where a < b, a >= b, a == b.
+  GW_HD static U count_less(U counts, F a, F b) { return counts + (a < b); }
+  GW_HD static U count_not_less(U counts, F a, F b) { return counts + (a >= b); }
+  GW_HD static U count_equal(U counts, U a, U b) { return counts + (a == b); }
+  static size_t count(M mask) { return mask; }
+  // The lanes of `mask`, moved together, to `out`; returns how many. And the reverse: floats from `from` on to the lanes of `mask`.
+  static size_t compress(F x, M mask, float* out) {
+    *out = x;
+    return mask;
+  }
+  static F expand(const float* from, M mask) { return mask ? *from : 0.0f; }
   // Appends the indices from + i of the lanes i of `mask`; returns how many.
   static size_t compress_indices(M mask, uint32_t from, uint32_t* out) {
     *out = from;

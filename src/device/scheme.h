@@ -38,7 +38,7 @@ struct Scheme {
   bool truncate = false;  // range: cut off instead of rounding
   uint32_t base = 0, top = 0, bottom = 0;  // range with Stat::fixed: pattern of the least magnitude, codes above and below zero
   float offset = 0;       // levels: of the rounding ramp, in 2^-16 of a cell
-  const float* table = nullptr;  // levels: 2^depth levels, as many slopes; clusters: thresholds. The codec owns it; a GPU has a copy
+  const float* table = nullptr;  // levels: 2^depth levels, as many slopes, and more (methods-inl.h); clusters: thresholds. The codec owns it; a GPU has a copy
   uint32_t table_size = 0;       // floats
 };
 

@@ -46,7 +46,8 @@ GW_HD inline void hash_buckets(const Scheme& s, uint64_t total, uint64_t* bucket
 }
 
 GW_HD inline float rms_of(uint32_t absmax, const Sums& sums, uint64_t n) {
-  return static_cast<float>(sqrt(static_cast<double>(sums.second) / kSquareScale / static_cast<double>(n)) * grid_step(absmax));
+  const float rms = static_cast<float>(sqrt(static_cast<double>(sums.second) / kSquareScale / static_cast<double>(n)) * grid_step(absmax));
+  return float_bits(rms) < kInfBits ? rms : 0x1.fffffep127f;  // squares are rounded, and so 2^128 can come out; thresholds must be numbers
 }
 
 // Digits after the point of the grid on which the values of a cluster are summed; values are below 2.
@@ -60,10 +61,13 @@ inline constexpr uint32_t kHashDigits = 29;
 GW_HD inline float power_of_two(uint32_t exponent) { return bits_float((127 + exponent) << 23); }
 
 // A mean as f16 in units below 2; rounding never reaches 2, which may be beyond the floats.
+inline constexpr uint16_t kTopMean = 0x3fffu;
+GW_HD inline uint16_t mean_code(float mean) {
+  const uint16_t h = f32_to_f16(mean);
+  return (h & 0x7fffu) > kTopMean ? static_cast<uint16_t>((h & 0x8000u) | kTopMean) : h;
+}
 GW_HD inline uint16_t mean_code(int64_t sum, uint32_t count, uint32_t digits) {
-  const double mean = static_cast<double>(sum) / static_cast<double>(count) / static_cast<double>(power_of_two(digits));
-  const uint16_t h = f32_to_f16(static_cast<float>(mean));
-  return (h & 0x7fffu) >= 0x4000u ? static_cast<uint16_t>((h & 0x8000u) | 0x3fffu) : h;
+  return mean_code(static_cast<float>(static_cast<double>(sum) / static_cast<double>(count) / static_cast<double>(power_of_two(digits))));
 }
 GW_HD inline float mean_value(uint16_t code, double step) { return static_cast<float>(static_cast<double>(f16_to_f32(code)) * step); }
 GW_HD inline bool mean_is_valid(uint16_t code) { return (code & 0x7fffu) < 0x4000u; }

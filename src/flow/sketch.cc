@@ -22,56 +22,99 @@ Unit unit_of(const Span& s, uint64_t number) {
   return {begin, n, buckets_of(scheme, n), s.region + at, s.region_index + at, sketch_side_words(scheme, n)};
 }
 
-// Where the next element of each cluster goes: rank * buckets / count, stepped without dividing.
-struct Ranks {
-  uint32_t bucket[kMaxClusters], carry[kMaxClusters] = {}, buckets[kMaxClusters], counts[kMaxClusters];
-  uint32_t next(uint32_t k) {
-    const uint32_t here = bucket[k];
-    const uint32_t sum = carry[k] + buckets[k];
-    const uint32_t full = sum >= counts[k];
-    carry[k] = full ? sum - counts[k] : sum;
-    bucket[k] = here + full;
-    return here;
-  }
+// How the buckets of a tile are shared: clusters follow one another, and within one the stretches of its list.
+struct Shares {
+  uint32_t counts[kMaxClusters], buckets[kMaxClusters], first[kMaxClusters], used = 0;
 };
 
-// Buckets of every cluster of a tile, one cluster's after the other's.
-Ranks rank_buckets(const Scheme& scheme, const Unit& u, const uint32_t* counts, uint32_t* digits) {
-  Ranks ranks;
+void share_buckets(const Scheme& scheme, const Unit& u, Shares& shares) {  // counts are there
   uint8_t order[kMaxClusters];
   const uint32_t clusters = clusters_of(scheme);
   for (uint32_t i = 0; i < clusters; ++i) order[i] = static_cast<uint8_t>(cluster_word(scheme, i));
-  allocate_rank(counts, order, clusters, static_cast<uint32_t>(u.buckets), ranks.buckets);
-  uint32_t at = 0;
+  shares.used = allocate_rank(shares.counts, order, clusters, static_cast<uint32_t>(u.buckets), shares.buckets);
+  for (uint32_t k = 0, at = 0; k < clusters; at += shares.buckets[k++]) shares.first[k] = at;
+}
+
+// The loads of a cluster's buckets, from first to last: bucket b holds the ranks from b * n / m, rounded up, on. Stepped without dividing.
+class Loads {
+ public:
+  Loads(uint32_t n, uint32_t m) : least_(n / m), rest_(n % m), m_(m) {}
+  uint32_t next() {
+    owed_ += static_cast<int32_t>(rest_);
+    const bool more = owed_ > 0;
+    owed_ -= more ? static_cast<int32_t>(m_) : 0;
+    return least_ + more;
+  }
+
+ private:
+  uint32_t least_, rest_, m_;
+  int32_t owed_ = 0;
+};
+
+// Vectors of a list may begin or end beyond it.
+constexpr uint64_t kRoom = 64;
+
+void grow(std::vector<float>& v, uint64_t size) {
+  if (v.size() < size) v.resize(size);
+}
+
+// For each cluster, where the values of its elements stand in order: each bucket's mean, as often as the bucket has elements.
+void repeat_means(const Scheme& scheme, const Shares& shares, SketchMemory& memory, const float** lists) {
+  const uint32_t clusters = clusters_of(scheme);
+  grow(memory.lists, kTile + clusters * kRoom);
+  float* to = memory.lists.data();
   for (uint32_t k = 0; k < clusters; ++k) {
-    ranks.bucket[k] = at;
-    ranks.counts[k] = counts[k];
-    at += ranks.buckets[k];
-    digits[k] = sum_digits(counts[k], ranks.buckets[k]);
+    const uint32_t n = shares.counts[k], m = shares.buckets[k];
+    const float* means = memory.means.data() + shares.first[k];
+    lists[k] = means;
+    if (m == n) continue;
+    lists[k] = to;
+    if (m == 1) {
+      std::fill(to, to + n, *means);
+    } else {
+      Loads loads(n, m);
+      float* at = to;
+      for (uint32_t b = 0; b < m; ++b) {
+        const uint32_t load = loads.next();
+        for (uint32_t i = 0; i < load; i += 8) std::fill(at + i, at + i + 8, means[b]);  // what is too much is overwritten
+        at += load;
+      }
+    }
+    to += n + kRoom;
   }
-  return ranks;
 }
 
-void count_codes(const uint32_t* codes, uint64_t n, uint32_t* counts) {
-  uint32_t four[4][kMaxClusters] = {};  // side by side, so that equal neighbours do not wait for each other
+// The means of a tile's buckets, as floats in units of the grid's step.
+void find_means(const Kernels& kernels, const Scheme& scheme, const Shares& shares, Grid grid, const float* const* lists, int32_t* values, float* means) {
+  for (uint32_t k = 0; k < clusters_of(scheme); ++k) {
+    const uint32_t n = shares.counts[k], m = shares.buckets[k], digits = sum_digits(n, m);
+    if (n == 0) continue;
+    kernels.round(lists[k], n, grid, power_of_two(digits), values);
+    const float unit = 1.0f / power_of_two(digits);
+    float* to = means + shares.first[k];
+    if (m == n) {
+      for (uint32_t b = 0; b < m; ++b) to[b] = static_cast<float>(values[b]) * unit;
+      continue;
+    }
+    Loads loads(n, m);
+    const int32_t* at = values;
+    for (uint32_t b = 0; b < m; ++b) {
+      const uint32_t load = loads.next();
+      int32_t sum = 0;
+      for (uint32_t i = 0; i < load; ++i) sum += at[i];
+      at += load;
+      to[b] = static_cast<float>(static_cast<double>(sum) / static_cast<double>(load) * static_cast<double>(unit));
+    }
+  }
+}
+
+// A stretch of the body into its checksum, whole rows at once.
+void add_words(const Kernels& kernels, const uint32_t* words, uint64_t count, uint64_t index, LaneSums& check) {
   uint64_t i = 0;
-  for (; i + 4 <= n; i += 4)
-    for (uint32_t j = 0; j < 4; ++j) ++four[j][codes[i + j]];
-  for (; i < n; ++i) ++four[0][codes[i]];
-  for (uint32_t k = 0; k < kMaxClusters; ++k) counts[k] = four[0][k] + four[1][k] + four[2][k] + four[3][k];
-}
-
-// The codes of a unit of a tile, from the message.
-void load_codes(const Kernels& kernels, const Span& s, uint64_t begin, uint64_t n, uint32_t* codes) {
-  const Scheme& scheme = *s.scheme;
-  for (uint64_t block = begin / kBlock; block * kBlock < begin + n; ++block) {
-    uint32_t* to = codes + (block * kBlock - begin);
-    const uint64_t here = s.elements_of(block);
-    if (here == kBlock)
-      kernels.unpack(scheme.bits, s.region + block * kLane * scheme.bits, to);
-    else
-      kernels.unpack_tail(s.region + full_words(scheme, s.count), here, scheme.bits, to);
-  }
+  for (; i < count && (index + i) % kLane; ++i) check.add_word(words[i], index + i);
+  const uint64_t rows = (count - i) / kLane;
+  kernels.sum_rows(words + i, static_cast<uint32_t>(rows), (index + i) / kLane, check);
+  for (i += rows * kLane; i < count; ++i) check.add_word(words[i], index + i);
 }
 
 void store_codes(const Kernels& kernels, const Span& s, uint64_t block, const uint32_t* codes, LaneSums& check) {
@@ -93,90 +136,73 @@ void keep_residuals(const Kernels& kernels, const Span& s) {
   for (uint64_t block = s.begin; block < s.end; ++block) kernels.put_residual(s, block, marked);
 }
 
-// A tile: codes, counts, sums and means stay in the thread's own memory.
-void encode_tile(const Kernels& kernels, const Span& s, const Unit& u, uint32_t absmax, float rms, Scratch& scratch, LaneSums& check) {
+// The values of a unit up to a tile, feedback added, zeros behind them to the end of a block: where they are, or in scratch.x.
+const float* stage_tile(const Kernels& kernels, const Span& s, const Unit& u, Scratch& scratch) {
+  if (s.dtype == DType::f32 && !s.before && u.elements % kBlock == 0) return static_cast<const float*>(s.in) + u.begin;
+  for (uint64_t block = s.begin; block < s.end; ++block) {
+    float* to = scratch.x + (block * kBlock - u.begin);
+    const float* values = kernels.stage(s, block, to);
+    if (values != to) std::memcpy(to, values, kBlock * sizeof(float));
+  }
+  return scratch.x;
+}
+
+// A tile, staged as x: codes, lists and means stay in the thread's own memory; so do the residuals, in place of x, until they are put.
+void encode_tile(const Kernels& kernels, const Span& s, const Unit& u, const float* x, uint32_t absmax, float rms, Scratch& scratch, SketchMemory& memory, LaneSums& check) {
   const Scheme& scheme = *s.scheme;
   const uint32_t clusters = clusters_of(scheme);
   float thresholds[kMaxClusters];
   for (uint32_t i = 0; i + 1 < clusters; ++i) thresholds[i] = threshold_of(scheme, rms, i);
-  const bool direct = s.dtype == DType::f32 && !s.before && u.elements % kBlock == 0;
-  const float* x = direct ? static_cast<const float*>(s.in) + u.begin : scratch.x;
-  if (!direct)
-    for (uint64_t block = s.begin; block < s.end; ++block) {
-      float* to = scratch.x + (block * kBlock - u.begin);
-      const float* values = kernels.stage(s, block, to);
-      if (values != to) std::memcpy(to, values, kBlock * sizeof(float));
-    }
-  uint32_t counts[kMaxClusters];
-  kernels.classify(x, div_up(u.elements, kLane) * kLane, thresholds, clusters - 1, scratch.codes);
-  count_codes(scratch.codes, u.elements, counts);
+  const uint64_t padded = div_up(u.elements, kLane) * kLane;
+  grow(memory.lists, clusters * (kTile + kRoom));
+  float *lists[kMaxClusters], *ends[kMaxClusters];
+  for (uint32_t k = 0; k < clusters; ++k) ends[k] = lists[k] = memory.lists.data() + k * (kTile + kRoom);
+  kernels.split(scheme.bits, x, padded, thresholds, scratch.codes, ends);
+  Shares shares;
+  for (uint32_t k = 0; k < clusters; ++k) shares.counts[k] = static_cast<uint32_t>(ends[k] - lists[k]);
+  shares.counts[scratch.codes[padded - 1]] -= static_cast<uint32_t>(padded - u.elements);  // the padding is at its list's end
+  share_buckets(scheme, u, shares);
 
-  uint32_t digits[kMaxClusters];
-  Ranks ranks = rank_buckets(scheme, u, counts, digits);
-  const Ranks start = ranks;
-  const Grid grid = grid_for(absmax);
-  float scale[kMaxClusters];
-  for (uint32_t k = 0; k < clusters; ++k) scale[k] = power_of_two(digits[k]);
-  int32_t* sums = reinterpret_cast<int32_t*>(scratch.keys);
-  std::fill(sums, sums + u.buckets, 0);
-  uint16_t* where = reinterpret_cast<uint16_t*>(sums + u.buckets);  // the bucket of every element, for the residuals
-  for (uint64_t i = 0; i < u.elements; ++i) {
-    const uint32_t k = scratch.codes[i], bucket = ranks.next(k);
-    sums[bucket] += static_cast<int32_t>(std::nearbyint(x[i] * grid.pre * grid.grid * scale[k]));
-    if (s.before) where[i] = static_cast<uint16_t>(bucket);
-  }
-
-  // The means. Loads of a cluster's buckets follow from rank * buckets / count.
+  grow(memory.means, u.buckets + kRoom);
+  find_means(kernels, scheme, shares, grid_for(absmax), lists, reinterpret_cast<int32_t*>(scratch.keys), memory.means.data());
   uint16_t* means = reinterpret_cast<uint16_t*>(u.side + 1);
   std::fill(u.side, u.side + u.side_words, 0);
   u.side[0] = absmax;
-  for (uint32_t k = 0; k < clusters; ++k) {
-    const uint64_t n = counts[k], m = ranks.buckets[k];
-    for (uint64_t b = 0; b < m; ++b) {
-      const uint32_t load = static_cast<uint32_t>(div_up((b + 1) * n, m) - div_up(b * n, m));
-      means[start.bucket[k] + b] = mean_code(sums[start.bucket[k] + b], load, digits[k]);
-    }
-  }
+  kernels.narrow_means(memory.means.data(), shares.used, means);
   for (uint64_t block = s.begin; block < s.end; ++block) store_codes(kernels, s, block, scratch.codes + (block * kBlock - u.begin), check);
   if (!s.before) return;
-  const double step = grid_step(absmax);
-  const float unscale = 1.0f / s.loss_scale;
-  float* values = reinterpret_cast<float*>(sums);  // the sums are done with
-  for (uint64_t b = 0; b < u.buckets; ++b) values[b] = mean_value(means[b], step);
-  for (uint64_t i = 0; i < u.elements; ++i) scratch.x[i] = (scratch.x[i] - values[where[i]]) * unscale;
-  for (uint64_t block = s.begin; block < s.end; ++block) kernels.put_residual(s, block, scratch.x + (block * kBlock - u.begin));
-}
 
-// mode=paper: a hash of the index says the bucket, over the whole tensor.
-struct Hash {
-  uint64_t buckets[kMaxClusters], start[kMaxClusters];
-  uint64_t first;  // of the piece in its tensor
-  Hash(const Span& s, uint64_t total) : first(s.first_block * kBlock) {
-    hash_buckets(*s.scheme, total, buckets);
-    uint64_t at = 0;
-    for (uint32_t k = 0; k < clusters_of(*s.scheme); ++k) {
-      start[k] = at;
-      at += buckets[k];
-    }
+  const float unscale = 1.0f / s.loss_scale;
+  kernels.widen_means(means, shares.used, static_cast<float>(grid_step(absmax)), memory.means.data());
+  const float* values[kMaxClusters];
+  repeat_means(scheme, shares, memory, values);
+  alignas(64) float decoded[kBlock];
+  for (uint64_t block = s.begin; block < s.end; ++block) {
+    const uint64_t at = block * kBlock - u.begin, n = s.elements_of(block);
+    kernels.merge(scheme.bits, scratch.codes + at, div_up(n, kLane) * kLane, values, decoded, false);
+    float* rest = scratch.x + at;
+    for (uint64_t i = 0; i < n; ++i) rest[i] = (rest[i] - decoded[i]) * unscale;
+    kernels.put_residual(s, block, rest);
   }
-  uint64_t operator()(uint32_t k, uint64_t i) const { return start[k] + bkdr(static_cast<uint32_t>(first + i)) % buckets[k]; }
-};
+}
 
 void encode_hashed(const Kernels& kernels, const Span& s, const Unit& u, uint32_t absmax, float rms, Scratch& scratch, SketchMemory& memory, LaneSums& check) {
   const Scheme& scheme = *s.scheme;
   const uint32_t clusters = clusters_of(scheme);
   float thresholds[kMaxClusters];
   for (uint32_t i = 0; i + 1 < clusters; ++i) thresholds[i] = threshold_of(scheme, rms, i);
-  const Hash hash(s, u.buckets);
+  const HashBuckets hash(s, u.buckets);
   const Grid grid = grid_for(absmax);
   memory.sums.assign(u.buckets, 0);
   memory.counts.assign(u.buckets, 0);
   for (uint64_t block = s.begin; block < s.end; ++block) {
     const float* x = kernels.stage(s, block, scratch.x);
     kernels.classify(x, kBlock, thresholds, clusters - 1, scratch.codes);
+    int32_t* values = reinterpret_cast<int32_t*>(scratch.keys);
+    kernels.round(x, kBlock, grid, power_of_two(kHashDigits), values);
     for (uint64_t i = 0; i < s.elements_of(block); ++i) {
       const uint64_t b = hash(scratch.codes[i], block * kBlock + i);
-      memory.sums[b] += static_cast<int32_t>(std::nearbyint(x[i] * grid.pre * grid.grid * power_of_two(kHashDigits)));
+      memory.sums[b] += values[i];
       ++memory.counts[b];
     }
     store_codes(kernels, s, block, scratch.codes, check);
@@ -201,11 +227,29 @@ void encode_hashed(const Kernels& kernels, const Span& s, const Unit& u, uint32_
 
 }  // namespace
 
+void load_codes(const Kernels& kernels, const Span& s, uint64_t begin, uint64_t n, uint32_t* codes) {
+  const Scheme& scheme = *s.scheme;
+  for (uint64_t block = begin / kBlock; block * kBlock < begin + n; ++block) {
+    uint32_t* to = codes + (block * kBlock - begin);
+    const uint64_t here = s.elements_of(block);
+    if (here == kBlock)
+      kernels.unpack(scheme.bits, s.region + block * kLane * scheme.bits, to);
+    else
+      kernels.unpack_tail(s.region + full_words(scheme, s.count), here, scheme.bits, to);
+  }
+}
+
 void encode_sketch(const Kernels& kernels, Span s, uint64_t number, Scratch& scratch, SketchMemory& memory, LaneSums& check) {
   const Unit u = unit_of(s, number);
   s.begin = u.begin / kBlock;
   s.end = div_up(u.begin + u.elements, kBlock);
-  const uint32_t absmax = kernels.absmax(s, scratch);
+  Span values = s;  // what the statistics are of: the unit as it is, or a tile that is staged once for all passes
+  const float* x = nullptr;
+  if (!hashed(*s.scheme)) {
+    x = stage_tile(kernels, s, u, scratch);
+    values = {.scheme = s.scheme, .count = (s.end - s.begin) * kBlock, .begin = 0, .end = s.end - s.begin, .in = x};
+  }
+  const uint32_t absmax = kernels.absmax(values, scratch);
   if (absmax >= kInfBits) {  // marked: everything else is zero
     std::fill(u.side, u.side + u.side_words, 0);
     u.side[0] = kMarker;
@@ -214,14 +258,14 @@ void encode_sketch(const Kernels& kernels, Span s, uint64_t number, Scratch& scr
     keep_residuals(kernels, s);
   } else {
     Sums sums;
-    kernels.sums(s, absmax, scratch, sums);
+    kernels.sums(values, absmax, scratch, sums);
     const float rms = rms_of(absmax, sums, u.elements);
     if (hashed(*s.scheme))
       encode_hashed(kernels, s, u, absmax, rms, scratch, memory, check);
     else
-      encode_tile(kernels, s, u, absmax, rms, scratch, check);
+      encode_tile(kernels, s, u, x, absmax, rms, scratch, memory, check);
   }
-  for (uint64_t w = 0; w < u.side_words; ++w) check.add_word(u.side[w], u.side_index + w);
+  add_words(kernels, u.side, u.side_words, u.side_index, check);
 }
 
 const char* check_sketch(const Span& s, uint64_t number) {
@@ -251,7 +295,7 @@ void decode_sketch(const Kernels& kernels, Span s, uint64_t number, Scratch& scr
     return;
   }
   if (hashed(scheme)) {
-    const Hash hash(s, u.buckets);
+    const HashBuckets hash(s, u.buckets);
     for (uint64_t block = begin; block < end; ++block) {
       const uint64_t n = s.elements_of(block);
       load_codes(kernels, s, block * kBlock, n, scratch.codes);
@@ -260,18 +304,24 @@ void decode_sketch(const Kernels& kernels, Span s, uint64_t number, Scratch& scr
     }
     return;
   }
-  const double step = grid_step(u.side[0]);
-  const uint16_t* means = reinterpret_cast<const uint16_t*>(u.side + 1);
-  memory.means.resize(u.buckets);
-  for (uint64_t b = 0; b < u.buckets; ++b) memory.means[b] = mean_value(means[b], step);
   load_codes(kernels, s, u.begin, u.elements, scratch.codes);
-  uint32_t counts[kMaxClusters], digits[kMaxClusters];
-  count_codes(scratch.codes, u.elements, counts);
-  Ranks ranks = rank_buckets(scheme, u, counts, digits);
-  for (uint64_t block = begin; block < end; ++block) {
-    const uint32_t* codes = scratch.codes + (block * kBlock - u.begin);
-    const uint64_t n = s.elements_of(block);
-    for (uint64_t i = 0; i < n; ++i) scratch.x[i] = memory.means[ranks.next(codes[i])];
+  std::fill(scratch.codes + u.elements, scratch.codes + div_up(u.elements, kLane) * kLane, 0);
+  Shares shares;
+  kernels.count(scheme.bits, scratch.codes, u.elements, shares.counts);
+  share_buckets(scheme, u, shares);
+  grow(memory.means, u.buckets + kRoom);
+  kernels.widen_means(reinterpret_cast<const uint16_t*>(u.side + 1), shares.used, static_cast<float>(grid_step(u.side[0])), memory.means.data());
+  const float* lists[kMaxClusters];
+  repeat_means(scheme, shares, memory, lists);
+
+  uint64_t block = begin;
+  if (s.dtype == DType::f32 && !s.add) {  // straight to where they go
+    float* out = static_cast<float*>(s.out) + u.begin;
+    block += u.elements / kBlock;
+    kernels.merge(scheme.bits, scratch.codes, u.elements / kBlock * kBlock, lists, out, s.stream && reinterpret_cast<uintptr_t>(out) % 64 == 0);
+  }
+  for (; block < end; ++block) {
+    kernels.merge(scheme.bits, scratch.codes + (block * kBlock - u.begin), div_up(s.elements_of(block), kLane) * kLane, lists, scratch.x, false);
     kernels.put(s, block, scratch.x);
   }
 }
