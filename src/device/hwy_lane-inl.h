@@ -76,10 +76,8 @@ struct VectorLane {
   static HWY_INLINE U shr_by(U x, uint32_t n) { return hn::ShiftRightSame(x, static_cast<int>(n)); }
   static HWY_INLINE U shl_by(U x, uint32_t n) { return hn::ShiftLeftSame(x, static_cast<int>(n)); }
   // table[index], index < kSize; the table has at least 16 floats. Up to many vectors it is looked up vector by vector and chosen by the
-  // bits of the index: permutations take a cycle or so each, a gather as long as a dozen of them.
-#if HWY_TARGET == HWY_AVX3
-  static constexpr int kMostLookups = 256;
-#elif HWY_TARGET == HWY_AVX2
+  // bits of the index: that is soon known, where a chain of gathers waits long for each. Beyond, and alone, a gather does no less.
+#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2
   static constexpr int kMostLookups = 128;
 #else
   static constexpr int kMostLookups = 2 * static_cast<int>(kWidth);
