@@ -10,6 +10,7 @@
 
 #include "command.h"
 #include "console.h"
+#include "packed.h"
 #include "gradwire/engine.h"
 #include "gradwire/runner.h"
 #include "measure.h"
@@ -90,6 +91,7 @@ void doctor(bool json) {
   line("CUDA", cuda_description());
   line("MPI", mpi_built() ? mpi_library() : "not in this build");
   line("engines", mpi_built() ? "loopback, mpi" : "loopback");
+  line("files", packing_built() ? "plain and packed (Zstandard)" : "plain; packed ones need Zstandard, which this build did not find");
   line("torch", torch.empty() ? "not found by python3 (not needed yet)" : torch + " found by python3 (not needed yet)");
   if (missing.empty()) return print("\nNothing is missing.\n");
   print("\nMissing, and how to get it:\n");

@@ -8,6 +8,7 @@
 
 #include "bed.h"
 #include "gradwire/error.h"
+#include "gradwire/learn.h"
 #include "gradwire/message.h"
 
 namespace gradwire::test {
@@ -118,6 +119,56 @@ TEST_F(Cuda, MoreTensorsThanOneLaunchTakes) {
   const Raw message = cpu.encode(plan, in, {.seed = 2});
   EXPECT_EQ(gpu.encode(plan, in, {.seed = 2}), message);
   EXPECT_EQ(gpu.decode(plan, message), cpu.decode(plan, message));
+}
+
+// What learners look at: blocks with feedback added, and side values, are those of the CPU; so is what is learned from them.
+TEST_F(Cuda, LearnersSeeWhatTheySeeOnTheCpu) {
+  const uint64_t count = 100'001;
+  const std::vector<float> x = ramp(count);
+  std::vector<uint16_t> half(count);
+  for (uint64_t i = 0; i < count; ++i) half[i] = f32_to_bf16(x[i]);
+  for (const char* spec : {"optquant:bits=3", "casq:bits=2", "casq:bits=2,mode=paper", "rangefloat", "fft", "dqsgd"}) {
+    const auto memory = memory_of(gpu.device());
+    void* device = memory->allocate(count * 4);
+    memory->from_host(device, x.data(), count * 4);
+    EXPECT_EQ(fit(Codec::parse(spec), device, count, DType::f32, gpu.device()), fit(Codec::parse(spec), x.data(), count, DType::f32)) << spec;
+    memory->from_host(device, half.data(), count * 2);
+    EXPECT_EQ(fit(Codec::parse(spec), device, count, DType::bf16, gpu.device()), fit(Codec::parse(spec), half.data(), count, DType::bf16)) << spec;
+    memory->release(device);
+  }
+  // With feedback, and more picks than one launch takes.
+  const Plan plan({{"a", count, DType::f32, Codec::parse("qsgd")}, {"b", 0, DType::f32, Codec()}, {"c", 33, DType::f32, Codec::parse("qsgd:bucket=64")}});
+  const std::vector<float> tail = ramp(33), owed = ramp(count + 5), owed_tail = ramp(40);
+  const auto look = [&](const Device& device) {
+    const auto memory = memory_of(device);
+    std::vector<void*> held;
+    const auto put = [&](const std::vector<float>& values, uint64_t n) {
+      held.push_back(memory->allocate(n * 4 + 4));
+      memory->from_host(held.back(), values.data(), n * 4);
+      return held.back();
+    };
+    const std::vector<const void*> in = {put(x, count), nullptr, put(tail, 33)}, before = {put(owed, count), nullptr, put(owed_tail, 33)};
+    const std::vector<void*> after = {put(owed, count), nullptr, put(owed_tail, 33)};
+    const Residuals residuals{before, after, DType::f32, 2.0f};
+    const auto runner = make_runner(plan, device);
+    auto* message = static_cast<std::byte*>(memory->allocate(plan.message_bytes()));
+    runner->encode(in, {}, {message, plan.message_bytes()}, &residuals);
+    std::vector<Pick> picks;
+    for (uint64_t block = 0; block < 98; ++block) picks.push_back({0, block});
+    for (int i = 0; i < 40; ++i) picks.push_back({2, 0});
+    const std::span<const float> sample = runner->sample(in, &residuals, picks);
+    const uint32_t which[] = {2, 0};
+    const std::span<const uint32_t> sides = runner->sides({message, plan.message_bytes()}, which);
+    runner->wait();
+    std::pair<std::vector<float>, std::vector<uint32_t>> seen({sample.begin(), sample.end()}, {sides.begin(), sides.end()});
+    memory->release(message);
+    for (void* p : held) memory->release(p);
+    return seen;
+  };
+  const auto here = look(cpu.device()), there = look(gpu.device());
+  EXPECT_EQ(here.first.size(), 138u * 1024);
+  EXPECT_EQ(here.second.size(), 1u + 98);
+  EXPECT_EQ(here, there);
 }
 
 }  // namespace

@@ -319,7 +319,8 @@ inline Expectation expect(const Codec& codec, const std::vector<double>& x) {
       return e;
     }
     int exponent = 0;
-    const int top_pattern = static_cast<int>(std::lround((std::frexp(largest_value, &exponent) * 2 - 1) * std::ldexp(1.0, m))) + (exponent << m);
+    const double fraction = std::frexp(largest_value, &exponent) * 2;
+    const int top_pattern = static_cast<int>(std::lround((fraction - 1) * std::ldexp(1.0, m))) + (exponent << m);
     const auto pattern_value = [&](int p) { return std::ldexp(1 + std::ldexp(static_cast<double>(p & ((1 << m) - 1)), -m), (p >> m) - 1); };
     int base = top_pattern + 1 - half;
     const auto pattern_of = [&](double v) { int ex = 0; const double f = std::frexp(v, &ex) * 2; return static_cast<int>(std::floor((f - 1) * std::ldexp(1.0, m))) + (ex << m); };

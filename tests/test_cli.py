@@ -386,6 +386,89 @@ def test_inspect_names_every_field(frame):
         assert word in page.decode(), word
 
 
+@pytest.fixture
+def gradient(folder):
+    rng = np.random.default_rng(5)
+    path = folder / "laplace.npy"
+    np.save(path, (rng.laplace(size=70000) * 0.01).astype("f4"))
+    return path
+
+
+def tables(path):
+    return json.loads(run("inspect", "--json", path)[0])["tensors"][0]
+
+
+def test_encode_fits_codecs_that_learn_and_inspect_shows_it(folder, gradient):
+    for codec, word in (("optquant:bits=3", "levels"), ("casq:bits=2", "thresholds"), ("dqsgd:budget=5", "bits"), ("rangefloat:bits=8", "mantissa"),
+                        ("fft:theta=0.85", "theta")):
+        run("encode", "--codec", codec, gradient, folder / "f.gw")
+        tensor = tables(folder / "f.gw")
+        assert tensor["table"] and word in tensor["fitted"][0], codec
+        assert word in run("inspect", folder / "f.gw")[0].decode()
+        run("encode", "--no-fit", "--codec", codec, gradient, folder / "n.gw")
+        assert tables(folder / "n.gw")["table"] == []
+        run("decode", folder / "f.gw", folder / "b.npy")
+        x, y = np.load(gradient), np.load(folder / "b.npy")
+        assert np.sum((x - y) ** 2) < (0.7 if codec.startswith("fft") else 0.5) * np.sum(x ** 2), codec
+
+
+def test_fitted_levels_beat_the_defaults(folder, gradient):
+    x = np.load(gradient)
+    errors = []
+    for option in [], ["--no-fit"]:
+        run("encode", *option, "--codec", "optquant:bits=2,mode=biased", gradient, folder / "f.gw")
+        run("decode", folder / "f.gw", folder / "b.npy")
+        errors.append(np.sum((x - np.load(folder / "b.npy")) ** 2))
+    assert errors[0] < 0.8 * errors[1]
+
+
+def test_a_gradient_of_zeros_costs_a_header(folder):
+    np.save(folder / "zeros.npy", np.zeros(100000, "f4"))
+    run("encode", "--codec", "dqsgd", folder / "zeros.npy", folder / "z.gw")
+    assert (folder / "z.gw").stat().st_size < 300
+    run("decode", folder / "z.gw", folder / "b.npy")
+    assert not np.load(folder / "b.npy").any()
+
+
+def test_packed_files_are_smaller_and_the_same(folder, gradient):
+    if b"(Zstandard)" not in run("doctor")[0]:
+        pytest.skip("this build has no Zstandard")
+    run("encode", "--codec", "casq:bits=2", gradient, folder / "a.gw")
+    run("encode", "--pack", "--codec", "casq:bits=2", gradient, folder / "p.gw")
+    plain, packed = (folder / "a.gw").read_bytes(), (folder / "p.gw").read_bytes()
+    assert len(packed) < 0.95 * len(plain)
+    run("decode", folder / "a.gw", folder / "a.npy")
+    run("decode", folder / "p.gw", folder / "p.npy")
+    assert (folder / "a.npy").read_bytes() == (folder / "p.npy").read_bytes()
+    assert run("inspect", folder / "p.gw")[0].split(b"\n", 1)[1] == run("inspect", folder / "a.gw")[0].split(b"\n", 1)[1]
+    for name, content in ("cut", packed[:-9]), ("long", packed + b"x"), ("changed", packed[:40] + bytes([packed[40] ^ 1]) + packed[41:]):
+        (folder / name).write_bytes(content)
+        refuse(3, "bad message", "decode", folder / name, folder / "x.npy")
+        assert not (folder / "x.npy").exists()
+    refuse(3, "limit", "decode", "--max-elements", "100", folder / "p.gw", folder / "x.npy")
+
+
+def test_a_packed_bomb_is_refused_before_memory_is_taken(folder):
+    if b"(Zstandard)" not in run("doctor")[0]:
+        pytest.skip("this build has no Zstandard")
+    # A frame that claims 2^40 bytes of content and holds none.
+    (folder / "bomb.gw").write_bytes(bytes.fromhex("28b52ffd") + bytes([0xe0]) + (1 << 40).to_bytes(8, "little") + b"\x01\x00\x00")
+    refuse(3, "packed size", "decode", folder / "bomb.gw", folder / "x.npy")
+    refuse(3, "packed size", "inspect", folder / "bomb.gw")
+
+
+def test_decoding_to_another_type_rounds_once(folder):
+    x = np.linspace(-1, 1, 3000).astype("f2")
+    np.save(folder / "h.npy", x)
+    run("encode", "--codec", "unigrid:bits=12", folder / "h.npy", folder / "h.gw")
+    run("decode", "--dtype", "f32", folder / "h.gw", folder / "s.npy")
+    run("decode", folder / "h.gw", folder / "b.npy")
+    single, back = np.load(folder / "s.npy"), np.load(folder / "b.npy")
+    assert single.dtype == np.float32 and back.dtype == np.float16
+    assert np.any(single != single.astype("f2").astype("f4")), "f32 keeps what f16 cannot hold"
+    assert np.array_equal(single.astype("f2"), back)
+
+
 def test_codecs_lists_the_registry_with_parameters():
     assert {"fp32", "fp16", "bf16", "qsgd", "terngrad", "onebit", "topk"} <= set(CODECS)
     page = run("codecs")[0].decode()

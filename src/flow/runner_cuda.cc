@@ -186,7 +186,10 @@ class CudaRunner final : public Runner {
       const uint64_t count = layout_.tensors[tensor].count, here = scheme.side ? unit_count(scheme, count) : 0;
       if (here == 0) continue;
       const std::byte* from = message.data() + layout_.head_bytes + (layout_.regions[tensor].begin + side_offset(scheme, count)) * 4;
-      cuda_throw(cudaMemcpy2DAsync(out + at, 4, from, scheme.side * 4, 4, here, cudaMemcpyDeviceToHost, stream_), "cudaMemcpy2DAsync");
+      if (scheme.side == 1)
+        cuda_throw(cudaMemcpyAsync(out + at, from, here * 4, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
+      else
+        cuda_throw(cudaMemcpy2DAsync(out + at, 4, from, scheme.side * 4, 4, here, cudaMemcpyDeviceToHost, stream_), "cudaMemcpy2DAsync");
       at += here;
     }
     return {out, units};

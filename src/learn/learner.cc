@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "device/memory.h"
 #include "device/scheme.h"
 #include "gradwire/error.h"
 #include "learn/subjects.h"
@@ -175,11 +176,11 @@ Codec fit(const Codec& codec, const void* tensor, uint64_t count, DType dtype, c
   const auto runner = make_runner(plan, device);
   const void* in[] = {tensor};
   const uint32_t which[] = {0};
-  std::vector<std::byte> message;
-  if (learner.ahead()) {
-    message.resize(plan.message_bytes());
-    runner->encode(in, {}, message);
-  }
+  const std::shared_ptr<Memory> memory = memory_of(device);
+  const auto release = [memory](std::byte* data) { memory->release(data); };
+  const std::unique_ptr<std::byte, decltype(release)> room(static_cast<std::byte*>(memory->allocate(plan.message_bytes())), release);
+  const std::span<std::byte> message(room.get(), plan.message_bytes());
+  if (learner.ahead()) runner->encode(in, {}, message);
   if (learner.looks(0)) {
     learner.look(*runner, which, 0, in, nullptr, message);
     runner->wait();
