@@ -17,8 +17,9 @@
 namespace gradwire::app {
 namespace {
 
-constexpr const char* kCodecs[] = {"fp32",        "fp16",     "bf16",   "qsgd:bits=8",    "qsgd:bits=4",
-                                   "qsgd:bits=2", "terngrad", "onebit", "topk:ratio=0.01"};
+constexpr const char* kCodecs[] = {"fp32",           "fp16",           "bf16",        "qsgd:bits=8",    "qsgd:bits=4",
+                                   "qsgd:bits=2",    "terngrad",       "onebit",      "topk:ratio=0.01", "optquant:bits=3",
+                                   "dqsgd:budget=4", "fft:theta=0.85", "casq:bits=2", "loggrid:k=2"};
 constexpr double kLinkBitsPerSecond = 1e9;
 
 double bits_per_element(const std::vector<NamedTensor>& tensors, const std::string& spec) {
