@@ -15,11 +15,6 @@ namespace {
 
 using namespace rig;
 
-std::vector<std::string> all_specs() {
-  std::vector<std::string> specs;
-  for (const CodecInfo& info : codecs()) specs.push_back(info.name);
-  return specs;
-}
 
 // Every residual of a rank, by side and name.
 using Owed = std::map<std::pair<Side, std::string>, std::vector<float>>;

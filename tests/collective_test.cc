@@ -135,11 +135,6 @@ TEST_P(EveryCodec, IsIdenticalOnAllRanksAndWithinItsBound) {
       }
 }
 
-std::vector<std::string> all_specs() {
-  std::vector<std::string> specs;
-  for (const CodecInfo& info : codecs()) specs.push_back(info.name);
-  return specs;
-}
 INSTANTIATE_TEST_SUITE_P(Registry, EveryCodec, testing::ValuesIn(all_specs()),
                          [](const auto& info) { return info.param; });
 
