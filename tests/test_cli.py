@@ -387,7 +387,7 @@ def test_inspect_names_every_field(frame):
 
 
 @pytest.fixture
-def gradient(folder):
+def laplace(folder):
     rng = np.random.default_rng(5)
     path = folder / "laplace.npy"
     np.save(path, (rng.laplace(size=70000) * 0.01).astype("f4"))
@@ -398,25 +398,25 @@ def tables(path):
     return json.loads(run("inspect", "--json", path)[0])["tensors"][0]
 
 
-def test_encode_fits_codecs_that_learn_and_inspect_shows_it(folder, gradient):
+def test_encode_fits_codecs_that_learn_and_inspect_shows_it(folder, laplace):
     for codec, word in (("optquant:bits=3", "levels"), ("casq:bits=2", "thresholds"), ("dqsgd:budget=5", "bits"), ("rangefloat:bits=8", "mantissa"),
                         ("fft:theta=0.85", "theta")):
-        run("encode", "--codec", codec, gradient, folder / "f.gw")
+        run("encode", "--codec", codec, laplace, folder / "f.gw")
         tensor = tables(folder / "f.gw")
         assert tensor["table"] and word in tensor["fitted"][0], codec
         assert word in run("inspect", folder / "f.gw")[0].decode()
-        run("encode", "--no-fit", "--codec", codec, gradient, folder / "n.gw")
+        run("encode", "--no-fit", "--codec", codec, laplace, folder / "n.gw")
         assert tables(folder / "n.gw")["table"] == []
         run("decode", folder / "f.gw", folder / "b.npy")
-        x, y = np.load(gradient), np.load(folder / "b.npy")
+        x, y = np.load(laplace), np.load(folder / "b.npy")
         assert np.sum((x - y) ** 2) < (0.7 if codec.startswith("fft") else 0.5) * np.sum(x ** 2), codec
 
 
-def test_fitted_levels_beat_the_defaults(folder, gradient):
-    x = np.load(gradient)
+def test_fitted_levels_beat_the_defaults(folder, laplace):
+    x = np.load(laplace)
     errors = []
     for option in [], ["--no-fit"]:
-        run("encode", *option, "--codec", "optquant:bits=2,mode=biased", gradient, folder / "f.gw")
+        run("encode", *option, "--codec", "optquant:bits=2,mode=biased", laplace, folder / "f.gw")
         run("decode", folder / "f.gw", folder / "b.npy")
         errors.append(np.sum((x - np.load(folder / "b.npy")) ** 2))
     assert errors[0] < 0.8 * errors[1]
@@ -430,11 +430,11 @@ def test_a_gradient_of_zeros_costs_a_header(folder):
     assert not np.load(folder / "b.npy").any()
 
 
-def test_packed_files_are_smaller_and_the_same(folder, gradient):
+def test_packed_files_are_smaller_and_the_same(folder, laplace):
     if b"(Zstandard)" not in run("doctor")[0]:
         pytest.skip("this build has no Zstandard")
-    run("encode", "--codec", "casq:bits=2", gradient, folder / "a.gw")
-    run("encode", "--pack", "--codec", "casq:bits=2", gradient, folder / "p.gw")
+    run("encode", "--codec", "casq:bits=2", laplace, folder / "a.gw")
+    run("encode", "--pack", "--codec", "casq:bits=2", laplace, folder / "p.gw")
     plain, packed = (folder / "a.gw").read_bytes(), (folder / "p.gw").read_bytes()
     assert len(packed) < 0.95 * len(plain)
     run("decode", folder / "a.gw", folder / "a.npy")

@@ -116,7 +116,7 @@ CodecDef codec_dqsgd() {
   return {"dqsgd",
           "uniform levels whose number of bits follows the gradient's norm, within a budget or an error (DQ-SGD)",
           "dqsgd:budget=4.5",
-          {{"budget", Type::real, "4", 1, 16, {}, "mean bits of a code over the run"},
+          {{"budget", Type::real, "4", 1, 16, {}, "mean bits of a code over the run, brought into min to max"},
            {"error", Type::real, "0", 0, 1e30, {}, "instead of a budget: what quantisation may add to the loss's bound; 0: the budget rules", true},
            {"min", Type::integer, "2", 2, 16, {}, "least bits of a step"},
            {"max", Type::integer, "16", 2, 16, {}, "most bits of a step"},

@@ -304,7 +304,6 @@ class Width final : public Subject {
     rule.error = number(codec, "error");
     rule.form = rule.error > 0 ? BitRule::Form::error : BitRule::Form::budget;
     rule.convex = codec.get("rule") == "convex";
-    rule.budget = number(codec, "budget");
     rule.steps = static_cast<uint64_t>(number(codec, "steps"));
     rule.alpha = number(codec, "alpha");
     rule.eta = number(codec, "eta");
@@ -313,6 +312,7 @@ class Width final : public Subject {
     rule.workers = world;
     rule.least = static_cast<int>(number(codec, "min"));
     rule.most = static_cast<int>(number(codec, "max"));
+    rule.budget = std::clamp<double>(number(codec, "budget"), rule.least, rule.most);  // what no width can keep is brought to one that can
     return rule;
   }
   void set(int bits) {
