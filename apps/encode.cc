@@ -22,7 +22,7 @@ struct EncodeOptions {
   std::string codec, in, out, dtype, name;
   Stamp stamp;
   BedOptions bed;
-  bool fit = true, pack = false;
+  bool no_fit = false, pack = false;
 };
 
 struct Input {
@@ -60,7 +60,7 @@ void encode(const EncodeOptions& options) {
   // The drivers want element alignment, and a .npy view has it only by luck: copy into the bed on the CPU too.
   void* tensor = bed->allocate(input.data.size());
   bed->upload(tensor, input.data.data(), input.data.size());
-  const Codec fitted = options.fit ? fit(codec, tensor, input.count, input.dtype, bed->device()) : codec;
+  const Codec fitted = options.no_fit ? codec : fit(codec, tensor, input.count, input.dtype, bed->device());
   const Plan plan({{options.name, input.count, input.dtype, fitted}});
   const std::unique_ptr<Runner> runner = make_runner(plan, bed->device());
   std::vector<std::byte> frame(plan.message_bytes());
@@ -90,7 +90,7 @@ void add_encode(CLI::App& app, Action& action) {
       ->type_name("NAME");
   add_whole(*command, "--seed", options->stamp.seed, 0, UINT64_MAX, "Seed of the random bits");
   add_whole(*command, "--step", options->stamp.step, 0, UINT64_MAX, "Step number written into the frame");
-  command->add_flag("!--no-fit", options->fit, "Use the codec's defaults; otherwise one that learns is fitted to IN first");
+  command->add_flag("--no-fit", options->no_fit, "Use the codec's defaults; otherwise one that learns is fitted to IN first");
   command->add_flag("--pack", options->pack, "Entropy-code the file as a whole (Zstandard); decode and inspect see it by themselves");
   add_device(*command, options->bed);
   command->footer("Example:\n  gradwire encode --codec qsgd:bits=4 --seed 1 --step 7 g.npy g.gw");

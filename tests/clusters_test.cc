@@ -68,6 +68,17 @@ uint32_t random_hash(uint32_t i, uint32_t, uint32_t m, uint32_t) {
   return static_cast<uint32_t>(mix64(uint64_t{i} * 0x9e3779b97f4a7c15ull + 1) >> 33) % m;
 }
 uint32_t bkdr_hash(uint32_t i, uint32_t, uint32_t m, uint32_t) { return bkdr(i) % m; }
+// The two rules that the drivers have in forms of their own: cluster and bucket of one element.
+uint32_t cluster_of(float x, const float* thresholds, uint32_t count) {
+  uint32_t k = 0;
+  for (uint32_t i = 0; i < count; ++i) k += x >= thresholds[i];
+  return k;
+}
+
+uint32_t rank_bucket(uint32_t rank, uint32_t buckets, uint32_t count) {
+  return static_cast<uint32_t>(uint64_t{rank} * buckets / count);
+}
+
 uint32_t by_rank(uint32_t, uint32_t rank, uint32_t m, uint32_t n) { return rank_bucket(rank, m, n); }
 
 // The message of x: ids by the thresholds, then buckets within each cluster, decoded again.

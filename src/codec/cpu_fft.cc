@@ -124,19 +124,7 @@ const FftKernels& fft_kernels(const Kernels& kernels) {
     (void)usable;
 #define GW_TARGET(bit, space) \
   if (usable & (bit)) tables.push_back(space::make_fft_kernels());
-#if HWY_TARGETS & HWY_AVX3
-    GW_TARGET(HWY_AVX3, N_AVX3)
-#endif
-#if HWY_TARGETS & HWY_AVX2
-    GW_TARGET(HWY_AVX2, N_AVX2)
-#endif
-#if HWY_TARGETS & HWY_SSE4
-    GW_TARGET(HWY_SSE4, N_SSE4)
-#endif
-#if HWY_TARGETS & HWY_NEON
-    GW_TARGET(HWY_NEON, N_NEON)
-#endif
-#undef GW_TARGET
+#include "codec/each_target-inl.h"
     return tables;
   }();
   for (const FftKernels& table : all)

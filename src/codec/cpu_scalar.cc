@@ -19,6 +19,7 @@ namespace {
 #include "codec/bodies-inl.h"
 #include "codec/methods-inl.h"
 #include "device/cpu_driver-inl.h"
+#include "device/cpu_select-inl.h"
 #include "device/sketch_cpu-inl.h"
 
 void encode_methods(const Span& span, const UnitParams* whole, Scratch& scratch, LaneSums& check) {

@@ -5,19 +5,20 @@
 template <class L>
 struct Table {
   static void encode(const Span& span, const UnitParams* whole, Scratch& scratch, LaneSums& check) {
-    if (runtime_bits(*span.scheme)) return encode_methods(span, whole, scratch, check);
+    if (is_method(*span.scheme)) return encode_methods(span, whole, scratch, check);
     EncodeCall<L> call{span, whole, scratch, check};
     with_body(*span.scheme, call);
   }
   static bool decode(const Span& span, const UnitParams* whole, Scratch& scratch) {
-    if (runtime_bits(*span.scheme)) return decode_methods(span, whole, scratch);
+    if (is_method(*span.scheme)) return decode_methods(span, whole, scratch);
     DecodeCall<L> call{span, whole, scratch};
     return with_body(*span.scheme, call);
   }
   static Kernels kernels(const char* name) {
     using D = Driver<L>;
+    using P = Packing<L>;
     using S = SketchDriver<L>;
-    return {name, D::stage, D::absmax, D::sums, encode, decode, D::select, D::put, D::put_residual,
-            D::classify, S::split, S::merge, S::count, S::round, S::narrow_means, S::widen_means, D::pack_block, D::unpack_block, D::pack_tail, D::unpack_tail, D::sum_rows, D::sum_words};
+    return {name, D::stage, D::absmax, D::sums, encode, decode, Selection<L>::select, D::put, D::put_residual,
+            S::classify, S::split, S::merge, S::count, S::round, S::narrow_means, S::widen_means, P::pack_block, P::unpack_block, P::pack_tail, P::unpack_tail, D::sum_rows, D::sum_words};
   }
 };

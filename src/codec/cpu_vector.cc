@@ -36,6 +36,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 #include "device/hwy_lane-inl.h"
 #include "codec/bodies-inl.h"
 #include "device/cpu_driver-inl.h"
+#include "device/cpu_select-inl.h"
 #include "device/sketch_cpu-inl.h"
 #include "codec/cpu_table-inl.h"
 
@@ -64,20 +65,7 @@ const std::vector<const Kernels*>& vector_kernels() {
     (void)usable;
 #define GW_TARGET(bit, space) \
   if (usable & (bit)) tables.push_back(space::make_kernels());
-    // Best first. A target stands here if this compiler built it.
-#if HWY_TARGETS & HWY_AVX3
-    GW_TARGET(HWY_AVX3, N_AVX3)
-#endif
-#if HWY_TARGETS & HWY_AVX2
-    GW_TARGET(HWY_AVX2, N_AVX2)
-#endif
-#if HWY_TARGETS & HWY_SSE4
-    GW_TARGET(HWY_SSE4, N_SSE4)
-#endif
-#if HWY_TARGETS & HWY_NEON
-    GW_TARGET(HWY_NEON, N_NEON)
-#endif
-#undef GW_TARGET
+#include "codec/each_target-inl.h"
     return tables;
   }();
   static const std::vector<const Kernels*> pointers = [] {

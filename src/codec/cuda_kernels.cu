@@ -147,7 +147,7 @@ void cuda_encode(const CudaJob& job, cudaStream_t stream) {
     }
     launch<whole_sides>(job, job.piece_count, 128, 128, stream);
   }
-  if (runtime_bits(job.scheme)) return cuda_encode_methods(job, stream);
+  if (is_method(job.scheme)) return cuda_encode_methods(job, stream);
   EncodeCall call{job, stream};
   with_body(job.scheme, call);
 }
@@ -155,7 +155,7 @@ void cuda_encode(const CudaJob& job, cudaStream_t stream) {
 void cuda_decode(const CudaJob& job, cudaStream_t stream) {
   if (job.items == 0) return;
   if (job.scheme.body == Body::clusters) return cuda_decode_sketch(job, stream);
-  if (runtime_bits(job.scheme)) return cuda_decode_methods(job, stream);
+  if (is_method(job.scheme)) return cuda_decode_methods(job, stream);
   if (job.scheme.body != Body::select) {
     DecodeCall call{job, stream};
     with_body(job.scheme, call);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The element bodies of the five methods, written like those of bodies-inl.h. They differ in one thing: kCodeBits is 0,
+// The element bodies of the five methods, written like those of bodies-inl.h. Most differ in one thing: kCodeBits is 0,
 // the number of bits of a code is the scheme's, and the driver packs the codes of a block after they are made. So a body
 // is compiled once, not once per width.
 
@@ -8,8 +8,7 @@
 // middle level); in it, the chance of rounding up rises from 0 to 2^16 with the slope, from p.b on.
 template <int kDepth>
 struct LevelsBody {
-  static constexpr int kCodeBits = 0;
-  static constexpr int kFusedBits = kDepth <= 4 ? kDepth : 0;  // on a CPU: the depth is the width, and codes are packed as they are made
+  static constexpr int kCodeBits = kDepth <= 4 ? kDepth : 0;  // up to 4 the depth is the width, and codes are packed as they are made
   static constexpr bool kRandom = true;
   static constexpr int kSize = 1 << kDepth;
 
@@ -50,7 +49,7 @@ struct LevelsBody {
     if constexpr (kTiny) x = L::mul(x, L::set(p.pre));
     const F t = L::mul(x, L::set(p.scale));
     Cell<L> cell;
-    if constexpr (kFusedBits == 0 && L::kWidth > 1)
+    if constexpr (kCodeBits == 0 && L::kWidth > 1)
       cell = descend<L>(t, p, std::make_integer_sequence<int, kDepth - 1>());
     else
       cell = bisect<L>(t, p);

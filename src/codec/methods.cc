@@ -146,8 +146,7 @@ CodecDef codec_dqsgd() {
 // The range-based float of Wang et al., FFT-based gradient sparsification, HPDC 2020.
 CodecDef codec_rangefloat() {
   const auto mantissa = [](const Values& v, Table table) -> uint32_t {
-    const uint32_t bits = v.integer("bits"), given = v.integer("mantissa");
-    if (given > bits - 2) throw Error(ErrorKind::usage, fmt::format("mantissa is {}; a float of {} bits has at most {}", given, bits, bits - 2), "mantissa");
+    const uint32_t bits = v.integer("bits"), given = given_mantissa(v);
     if (!table.empty() && (given || table.size() != 1 || table[0] < 1 || table[0] > bits - 2))
       refuse_table(fmt::format("{} words, the first {}; expected a mantissa from 1 to {}, and none where the spec gives it", table.size(), table[0], bits - 2));
     return given ? given : table.empty() ? default_mantissa(bits) : table[0];

@@ -26,6 +26,13 @@ inline Parameter refit_parameter(const std::string& fallback) {
   return {"refit", Parameter::Type::integer, fallback, 0, 1e9, {}, "steps from fit to fit, more often at first; 0: never", true};
 }
 
+// The mantissa that the spec gives; 0: none.
+inline uint32_t given_mantissa(const Values& v) {
+  const uint32_t bits = v.integer("bits"), given = v.integer("mantissa");
+  if (given > bits - 2) throw Error(ErrorKind::usage, fmt::format("mantissa is {}; a float of {} bits has at most {}", given, bits, bits - 2), "mantissa");
+  return given;
+}
+
 // Eight binades: what gradients of one bucket usually need.
 inline uint32_t default_mantissa(uint32_t bits) { return bits > 5 ? bits - 4 : 1; }
 

@@ -108,8 +108,7 @@ CodecDef codec_casq() {
 // Wang et al., FFT-based gradient sparsification for the distributed training of deep neural networks, HPDC 2020.
 CodecDef codec_fft() {
   const auto mantissa = [](const Values& v, Table table) -> uint32_t {
-    const uint32_t bits = v.integer("bits"), given = v.integer("mantissa");
-    if (given > bits - 2) throw Error(ErrorKind::usage, fmt::format("mantissa is {}; a float of {} bits has at most {}", given, bits, bits - 2), "mantissa");
+    const uint32_t bits = v.integer("bits"), given = given_mantissa(v);
     if (!table.empty()) {
       const double theta = table.size() == 3 ? theta_of(v, table) : -1;
       if (table.size() != 3 || table[0] < 1 || table[0] > bits - 2 || (given && table[0] != given) || !(theta >= 0 && theta < 1))

@@ -89,13 +89,16 @@ struct Reducer::State {
     recode_down(request);
   }
   void recode_up(const Request& request) {
-    if (up_learning->empty()) return;
-    job->up = up_learning->codecs(request.step, request.rate);
+    std::vector<Codec> codecs = up_learning->codecs(request.step, request.rate);
+    if (codecs == job->up) return;
+    job->up = std::move(codecs);
     up->recode();
   }
   void recode_down(const Request& request) {
-    if (!down || down_learning->empty()) return;
-    job->down = down_learning->codecs(request.step, request.rate);
+    if (!down) return;
+    std::vector<Codec> codecs = down_learning->codecs(request.step, request.rate);
+    if (codecs == job->down) return;
+    job->down = std::move(codecs);
     down->recode();
   }
   void learn(uint64_t step) {

@@ -59,9 +59,6 @@ Coder::Coder(std::vector<TensorSpec> specs, const Device& device)
     : device_(device), plan_(std::move(specs)), runner_(make_runner(plan_, device)) {}
 
 void Coder::recode(std::vector<TensorSpec> specs) {
-  bool same = true;
-  for (size_t i = 0; i < specs.size(); ++i) same &= specs[i].codec == plan_.tensors()[i].codec;
-  if (same) return;
   runner_.reset();
   plan_ = Plan(std::move(specs));
   runner_ = make_runner(plan_, device_);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rules of casq that encoder and decoder, host and GPU must apply alike: which cluster an element belongs to, how
-// many buckets a cluster gets, and which bucket an element uses.
+// The rules of casq that encoder and decoder, host and GPU must apply alike: how many buckets a cluster gets, and which
+// bucket an element uses. Its cluster is the number of thresholds at or below it; the middle one is 0, so zeros of
+// either sign count as positive.
 //
 // Rank buckets: the j-th of the n elements of a cluster with m buckets uses bucket j * m / n, so that loads differ by
 // at most one. Unlike a hash this wastes nothing: the expected error of a cluster is variance * (n - m), linear in m,
@@ -12,13 +13,6 @@
 #include "core/bits.h"
 
 namespace gradwire {
-
-// The number of ascending thresholds at or below x. The middle one is 0, so zeros of either sign count as positive.
-GW_HD inline uint32_t cluster_of(float x, const float* thresholds, uint32_t count) {
-  uint32_t k = 0;
-  for (uint32_t i = 0; i < count; ++i) k += x >= thresholds[i];
-  return k;
-}
 
 // Every cluster with elements gets one bucket; then the clusters, strongest first, are filled up to a bucket an element
 // while the budget lasts. Returns the buckets used: at most `budget`, unless there are more clusters than that.
@@ -34,10 +28,6 @@ GW_HD inline uint32_t allocate_rank(const uint32_t* counts, const uint8_t* order
     used += more;
   }
   return used;
-}
-
-GW_HD inline uint32_t rank_bucket(uint32_t rank, uint32_t buckets, uint32_t count) {
-  return static_cast<uint32_t>(uint64_t{rank} * buckets / count);
 }
 
 // The paper's hash of an index: its four bytes, the lowest first, as signed characters.

@@ -6,6 +6,8 @@
 // row, form a string of 32 * bits bits = `bits` words; word q of lane l is word q * 32 + l of the block. So packing
 // needs shifts and ors within lanes only, whatever the vector's width.
 
+#include "device/cpu_pack-inl.h"
+
 template <class L>
 struct Driver {
   using F = typename L::F;
@@ -221,25 +223,14 @@ struct Driver {
     U counter, key1, rnd, word;
   };
 
-  // A body whose codes have one width may leave packing to the driver on one device and not on another: kFusedBits is for this one.
-  template <class B>
-  static constexpr int width_of() {
-    if constexpr (requires { B::kFusedBits; })
-      return B::kFusedBits;
-    else
-      return B::kCodeBits;
-  }
-  template <class B>
-  static constexpr int kCodeBits = width_of<B>();
-
   // After so many rows (an even number) the codes of a lane end at the end of a word: the part that is unrolled.
   template <class B>
-  static constexpr int kPeriod = kCodeBits<B> % 2 ? 32 : kCodeBits<B> % 4 ? 16 : kCodeBits<B> == 4 ? 8 : kCodeBits<B> == 8 ? 4 : 2;
+  static constexpr int kPeriod = B::kCodeBits % 2 ? 32 : B::kCodeBits % 4 ? 16 : B::kCodeBits == 4 ? 8 : B::kCodeBits == 8 ? 4 : 2;
 
   // kOne: one unit, not tiny; else parameters row by row.
   template <class B, bool kOne, bool kFeedback, int kRow>
   static GW_BODY void encode_row(Rows& r) {
-    constexpr int kBits = kCodeBits<B>, kPlace = kRow * kBits % 32, kWord = kRow * kBits / 32;
+    constexpr int kBits = B::kCodeBits, kPlace = kRow * kBits % 32, kWord = kRow * kBits / 32;
     const uint32_t row = r.row + kRow;
     const UnitParams& p = r.params[kOne ? 0 : row];
     U rnd = r.word;  // any value: bodies without chance ignore it
@@ -272,9 +263,9 @@ struct Driver {
   template <class B, bool kOne, bool kFeedback>
   static void encode_full(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key,
                           const Scheme& scheme, uint32_t* codes, uint32_t* words) {
-    if constexpr (kCodeBits<B> == 0) {
+    if constexpr (B::kCodeBits == 0) {
       make_codes<B, kOne, kFeedback>(x, residual, params, unscale, key, scheme.nearest, kLane, codes);
-      pack_block(scheme.bits, codes, words);
+      Packing<L>::pack_block(scheme.bits, codes, words);
     } else {
       encode_fused<B, kOne, kFeedback>(x, residual, params, unscale, key, scheme.nearest, words);
     }
@@ -291,7 +282,7 @@ struct Driver {
       r.word = L::set_u(0);
       for (; r.row < 32; r.row += kPeriod<B>) {
         encode_period<B, kOne, kFeedback>(r, std::make_integer_sequence<int, kPeriod<B>>());
-        r.words += kPeriod<B> * kCodeBits<B>;  // as many words a lane as the period fills, times 32 lanes
+        r.words += kPeriod<B> * B::kCodeBits;  // as many words a lane as the period fills, times 32 lanes
       }
     }
   }
@@ -315,49 +306,6 @@ struct Driver {
       }
   }
 
-  // Codes of a whole block, one a word, to where they stand in the message; and back.
-  template <int kBits>
-  static void pack(const uint32_t* codes, uint32_t* words) {
-    for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
-      U word = L::set_u(0);
-#pragma GCC unroll 32
-      for (int row = 0; row < 32; ++row) {
-        const int place = row * kBits % 32, q = row * kBits / 32;
-        const U code = L::load_u(codes + row * 32 + lane);
-        word = place == 0 ? code : L::or_u(word, L::shl_by(code, place));
-        if (place + kBits >= 32) L::store_u(word, words + q * 32 + lane);
-        if (place + kBits > 32) word = L::shr_by(code, 32 - place);
-      }
-    }
-  }
-  template <int kBits>
-  static void unpack(const uint32_t* words, uint32_t* codes) {
-    const U mask = L::set_u((1u << kBits) - 1);
-    for (uint32_t lane = 0; lane < kLane; lane += L::kWidth)
-#pragma GCC unroll 32
-      for (int row = 0; row < 32; ++row) {
-        const int place = row * kBits % 32, q = row * kBits / 32;
-        U code = L::shr_by(L::load_u(words + q * 32 + lane), place);
-        if (place + kBits > 32) code = L::or_u(code, L::shl_by(L::load_u(words + (q + 1) * 32 + lane), 32 - place));
-        L::store_u(L::and_u(code, mask), codes + row * 32 + lane);
-      }
-  }
-  static void pack_block(int bits, const uint32_t* codes, uint32_t* words) {
-    static constexpr auto kPack = []<int... k>(std::integer_sequence<int, k...>) {
-      return std::array<void (*)(const uint32_t*, uint32_t*), 16>{pack<k + 1>...};
-    }(std::make_integer_sequence<int, 16>());
-    if (bits) kPack[bits - 1](codes, words);
-  }
-  static void unpack_block(int bits, const uint32_t* words, uint32_t* codes) {
-    static constexpr auto kUnpack = []<int... k>(std::integer_sequence<int, k...>) {
-      return std::array<void (*)(const uint32_t*, uint32_t*), 16>{unpack<k + 1>...};
-    }(std::make_integer_sequence<int, 16>());
-    if (bits)
-      kUnpack[bits - 1](words, codes);
-    else
-      std::memset(codes, 0, kBlock * sizeof(uint32_t));
-  }
-
   // The last, partial block: codes first, then packed one after another from bit 0 on.
   template <class B>
   static void encode_tail(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key,
@@ -367,27 +315,12 @@ struct Driver {
       make_codes<B, false, true>(x, residual, params, unscale, key, nearest, rows, codes);
     else
       make_codes<B, false, false>(x, residual, params, unscale, key, nearest, rows, codes);
-    pack_tail(codes, n, bits, words);
-  }
-
-  static void pack_tail(const uint32_t* codes, uint64_t n, int bits, uint32_t* words) {
-    uint64_t buffer = 0;
-    int filled = 0;
-    for (uint64_t i = 0; i < n; ++i) {
-      buffer |= uint64_t{codes[i]} << filled;
-      filled += bits;
-      if (filled >= 32) {
-        *words++ = static_cast<uint32_t>(buffer);
-        buffer >>= 32;
-        filled -= 32;
-      }
-    }
-    if (filled) *words = static_cast<uint32_t>(buffer);
+    Packing<L>::pack_tail(codes, n, bits, words);
   }
 
   template <class B, bool kStream, int kRow>
   static GW_BODY void decode_row(const uint32_t* words, const UnitParams& p, float* out, U& seen) {
-    constexpr int kBits = kCodeBits<B>, kPlace = kRow * kBits % 32, kWord = kRow * kBits / 32;
+    constexpr int kBits = B::kCodeBits, kPlace = kRow * kBits % 32, kWord = kRow * kBits / 32;
     for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
       U code = L::template shr<kPlace>(L::load_u(words + kWord * 32 + lane));
       if constexpr (kPlace + kBits > 32)
@@ -410,8 +343,8 @@ struct Driver {
 
   template <class B, bool kOne, bool kStream>
   static void decode_full(const uint32_t* words, const UnitParams* params, int bits, uint32_t* codes, float* out, U& seen) {
-    if constexpr (kCodeBits<B> == 0) {
-      unpack_block(bits, words, codes);
+    if constexpr (B::kCodeBits == 0) {
+      Packing<L>::unpack_block(bits, words, codes);
       return decode_codes<B, kOne, kStream>(codes, params, kLane, out, seen);
     } else {
       decode_fused<B, kOne, kStream>(words, params, out, seen);
@@ -421,27 +354,13 @@ struct Driver {
   template <class B, bool kOne, bool kStream>
   static void decode_fused(const uint32_t* words, const UnitParams* params, float* out, U& seen) {
     for (int row = 0; row < 32; row += kPeriod<B>)
-      decode_period<B, kOne, kStream>(words + row * kCodeBits<B>, params + (kOne ? 0 : row), out + row * 32, seen,
+      decode_period<B, kOne, kStream>(words + row * B::kCodeBits, params + (kOne ? 0 : row), out + row * 32, seen,
                                       std::make_integer_sequence<int, kPeriod<B>>());
-  }
-
-  static void unpack_tail(const uint32_t* words, uint64_t n, int bits, uint32_t* codes) {
-    uint64_t buffer = 0;
-    int filled = 0;
-    for (uint64_t i = 0; i < n; ++i) {
-      if (filled < bits) {
-        buffer |= uint64_t{*words++} << filled;
-        filled += 32;
-      }
-      codes[i] = static_cast<uint32_t>(buffer & ((uint64_t{1} << bits) - 1));
-      buffer >>= bits;
-      filled -= bits;
-    }
   }
 
   template <class B>
   static uint32_t decode_tail(const uint32_t* words, const UnitParams* params, uint64_t n, int bits, uint32_t* codes, float* out) {
-    unpack_tail(words, n, bits, codes);
+    Packing<L>::unpack_tail(words, n, bits, codes);
     // The rest of the row gets a harmless code.
     for (uint64_t i = n; i < div_up(n, kLane) * kLane; ++i) codes[i] = 0;
     U seen = L::set_u(0);
@@ -543,7 +462,7 @@ struct Driver {
         x = scratch.x;
         clear_marked(params, one, scratch.x);
       }
-      const int bits = kCodeBits<B> ? kCodeBits<B> : scheme.bits;
+      const int bits = B::kCodeBits ? B::kCodeBits : scheme.bits;
       uint32_t* words = s.region + block * kLane * bits;
       if (n == kBlock) {
         if (residual && one)
@@ -590,7 +509,7 @@ struct Driver {
             params[row] = make_params(scheme, side + (block * kBlock + row * kLane) / scheme.unit * scheme.side);
         }
       }
-      const int bits = kCodeBits<B> ? kCodeBits<B> : scheme.bits;
+      const int bits = B::kCodeBits ? B::kCodeBits : scheme.bits;
       const uint32_t* words = s.region + block * kLane * bits;
       float* out = direct ? static_cast<float*>(s.out) + block * kBlock : scratch.x;
       if (n == kBlock) {
@@ -609,66 +528,6 @@ struct Driver {
       }
     }
     return bad || B::bad(L::reduce_max(seen), scheme);
-  }
-
-  static void classify(const float* x, uint64_t n, const float* thresholds, uint32_t count, uint32_t* codes) {
-    for (uint64_t i = 0; i < n; i += L::kWidth) {
-      const F value = L::load(x + i);
-      U code = L::set_u(0);
-      for (uint32_t t = 0; t < count; ++t) code = L::add_u(code, L::select_u(L::less(value, L::set(thresholds[t])), L::set_u(0), L::set_u(1)));
-      L::store_u(code, codes + i);
-    }
-  }
-
-  // --- selection -----------------------------------------------------------------------------------------------
-
-  // A sample guesses a magnitude that a little more than k values reach; those are gathered in one pass, and the
-  // k strongest of them found exactly. A guess that was too high is lowered and tried again; zero always works.
-  static void select(const float* x, uint32_t elements, uint32_t k, uint32_t* indices, Scratch& scratch) {
-    const U mask = L::set_u(0x7fffffffu);
-    uint32_t guess = 0;
-    uint32_t stride = elements / 1024;
-    if (stride > 1 && k < elements / 4) {
-      uint32_t* sample = scratch.codes;
-      uint32_t m = 0;
-      for (uint32_t i = stride / 2; i < elements; i += stride) sample[m++] = float_bits(x[i]) & 0x7fffffffu;
-      const uint32_t expected = static_cast<uint32_t>(uint64_t{k} * m / elements);
-      uint32_t rank = expected + expected / 4 + 4;
-      rank = rank < m ? rank : m - 1;
-      std::nth_element(sample, sample + rank, sample + m, std::greater<>());
-      guess = sample[rank];
-    }
-    uint32_t found = 0;
-    for (;;) {
-      found = 0;
-      const U least = L::set_u(guess);
-      const uint32_t whole = elements / L::kWidth * L::kWidth;
-      for (uint32_t i = 0; i < whole; i += L::kWidth) {
-        const U magnitude = L::and_u(L::bits(L::load(x + i)), mask);
-        found += static_cast<uint32_t>(L::compress_indices(L::not_less_u(magnitude, least), i, scratch.codes + found));
-      }
-      for (uint32_t i = whole; i < elements; ++i)
-        if ((float_bits(x[i]) & 0x7fffffffu) >= guess) scratch.codes[found++] = i;
-      if (found >= k) break;
-      guess = guess > (8u << 23) ? guess - (1u << 23) : 0;  // half the magnitude
-      if (found < k / 2) guess = 0;
-    }
-    uint64_t* keys = scratch.keys;  // magnitude first, then the lower index
-    for (uint32_t j = 0; j < found; ++j) {
-      const uint32_t i = scratch.codes[j];
-      keys[j] = uint64_t{float_bits(x[i]) & 0x7fffffffu} << 32 | (0xffffffffu - i);
-    }
-    uint64_t least = 0;
-    if (found > k) {
-      std::nth_element(keys, keys + (k - 1), keys + found, std::greater<>());
-      least = keys[k - 1];
-    }
-    uint32_t kept = 0;
-    for (uint32_t j = 0; j < found; ++j) {
-      const uint32_t i = scratch.codes[j];
-      const uint64_t key = uint64_t{float_bits(x[i]) & 0x7fffffffu} << 32 | (0xffffffffu - i);
-      if (key >= least) indices[kept++] = i;
-    }
   }
 };
 

@@ -129,88 +129,18 @@ __device__ __forceinline__ Sums warp_sums(Stat stat, const float (&x)[32], Grid 
 
 // --- one block ---------------------------------------------------------------------------------------------------
 
-// Partial checksums of one thread: words in whole rows of its lane, and words anywhere.
-struct Check {
-  unsigned long long lane = 0, loose = 0;
-  __device__ __forceinline__ void row(uint32_t word, uint64_t row) {
-    lane += static_cast<unsigned long long>(word) * row_weight(static_cast<uint32_t>(row));
-  }
-  // Every thread of the grid calls this once.
-  __device__ __forceinline__ void flush(unsigned long long* total) {
-    unsigned long long h = lane * lane_weight(threadIdx.x & 31) + loose;
-#pragma unroll
-    for (int d = 16; d; d >>= 1) h += __shfl_xor_sync(kFull, h, d);
-    if ((threadIdx.x & 31) == 0 && h) atomicAdd(total, h);
-  }
-};
+#include "device/cuda_pack.cuh"
 
-// Codes of a lane, row after row, to the words of the block; and back. The width is known at run time only: the branch is the
-// same for the whole grid.
-template <int kBits>
-__device__ __forceinline__ void pack_lane(const uint32_t (&code)[32], uint32_t* words, uint32_t row0, Check& check) {
-  uint32_t word = 0;
-#pragma unroll
-  for (int row = 0; row < 32; ++row) {
-    const int place = row * kBits % 32, q = row * kBits / 32;
-    word = place == 0 ? code[row] : word + (code[row] << place);
-    if (place + kBits >= 32) {
-      words[q * 32] = word;
-      check.row(word, row0 + q);
-      word = place + kBits > 32 ? code[row] >> (32 - place) : 0;
-    }
-  }
-}
-template <int kBits>
-__device__ __forceinline__ void unpack_lane(const uint32_t* words, uint32_t row0, uint32_t (&code)[32], Check& check) {
-  uint32_t w[kBits];
-#pragma unroll
-  for (int q = 0; q < kBits; ++q) w[q] = __ldcs(words + q * 32);
-#pragma unroll
-  for (int q = 0; q < kBits; ++q) check.row(w[q], row0 + q);
-#pragma unroll
-  for (int row = 0; row < 32; ++row) {
-    const int place = row * kBits % 32, q = row * kBits / 32;
-    code[row] = w[q] >> place;
-    if (place + kBits > 32) code[row] |= w[q + 1 < kBits ? q + 1 : q] << (32 - place & 31);
-    code[row] &= (1u << kBits) - 1;
-  }
-}
-#define GW_WIDTHS(GW_CASE) \
-  GW_CASE(1) GW_CASE(2) GW_CASE(3) GW_CASE(4) GW_CASE(5) GW_CASE(6) GW_CASE(7) GW_CASE(8) GW_CASE(9) GW_CASE(10) GW_CASE(11) GW_CASE(12) \
-  GW_CASE(13) GW_CASE(14) GW_CASE(15) GW_CASE(16)
-__device__ __forceinline__ void pack_block(int bits, const uint32_t (&code)[32], uint32_t* words, uint32_t row0, Check& check) {
-#define GW_CASE(n) \
-  case n: pack_lane<n>(code, words, row0, check); break;
-  switch (bits) { GW_WIDTHS(GW_CASE) }
-#undef GW_CASE
-}
-__device__ __forceinline__ void unpack_block(int bits, const uint32_t* words, uint32_t row0, uint32_t (&code)[32], Check& check) {
-#define GW_CASE(n) \
-  case n: unpack_lane<n>(words, row0, code, check); break;
-  switch (bits) {
-    GW_WIDTHS(GW_CASE)
-    default:
-#pragma unroll
-      for (int row = 0; row < 32; ++row) code[row] = 0;
-  }
-#undef GW_CASE
-}
-
-// The bits of a code, where they are known when the kernel is compiled; else 0, and the scheme has them.
-template <class B>
-GW_HD constexpr int fixed_bits() {
-  if constexpr (B::kCodeBits == 0 && requires { B::kFusedBits; }) return B::kFusedBits;
-  return B::kCodeBits;
-}
+// The bits of a code: the body's, or the scheme's.
 template <class B>
 __device__ __forceinline__ int code_bits(const Scheme& s) {
-  return fixed_bits<B>() ? fixed_bits<B>() : s.bits;
+  return B::kCodeBits ? B::kCodeBits : s.bits;
 }
 
 template <class B, bool kOne, bool kFeedback>
 __device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, float (&x)[32],
                                             const UnitParams& one, const UnitParams* rows, uint32_t spread, Check& check) {
-  constexpr int kBits = fixed_bits<B>();
+  constexpr int kBits = B::kCodeBits;
   const uint64_t key = block_key(job.keys[piece.tensor], piece.first_block + block);
   const uint32_t key1 = static_cast<uint32_t>(key >> 32);
   uint32_t counter = lane * kWeyl + static_cast<uint32_t>(key);
@@ -273,7 +203,7 @@ __device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint
   uint32_t code = B::template encode<ScalarLane, true>(value, p, r16);
   if (before) store_residual(job, piece, at, (value - B::template decode<ScalarLane>(code, p)) * job.unscale);
   if (at >= piece.count) code = 0;
-  if (fixed_bits<B>() == 0 && bits == 0) return;
+  if (B::kCodeBits == 0 && bits == 0) return;
   uint32_t word = 0;
   const int first = static_cast<int>(lane) * 32 / bits;  // the first code with a bit in this lane's word
 #pragma unroll
@@ -512,7 +442,7 @@ __global__ void whole_sides(const __grid_constant__ CudaJob job) {
 
 template <class B, bool kTails>
 __device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, Check& check) {
-  constexpr int kBits = fixed_bits<B>();
+  constexpr int kBits = B::kCodeBits;
   const int bits = code_bits<B>(job.scheme);
   const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const Scheme& scheme = job.scheme;
@@ -551,7 +481,7 @@ __device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, 
     const bool is_one = scheme.stat == Stat::none || unit >= kBlock;
     UnitParams p;
     const auto take = [&](int row) {  // the parameters of a row
-      if constexpr (B::kCodeBits == 0) {  // their parameters are more than two numbers
+      if constexpr (B::kCodeBits == 0 || requires { B::kSize; }) {  // their parameters are more than two numbers
         const uint32_t side[2] = {__shfl_sync(kFull, my_side, row), 0};
         p = make_params(scheme, side);
       } else {

@@ -90,13 +90,15 @@ GW_HD constexpr uint32_t table_floats() {
 }
 template <class B>
 __device__ __forceinline__ void fetch_table(const Scheme& s, float* table) {
-  for (uint32_t i = threadIdx.x; i < table_floats<B>(); i += blockDim.x) table[i] = __ldg(s.table + i);
-  if (table_floats<B>()) __syncthreads();
+  if constexpr (table_floats<B>() > 0) {
+    for (uint32_t i = threadIdx.x; i < table_floats<B>(); i += blockDim.x) table[i] = __ldg(s.table + i);
+    __syncthreads();
+  }
 }
 
 template <class B, bool kFeedback, bool kAhead>
 __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_constant__ CudaJob job) {
-  constexpr int kBits = fixed_bits<B>();
+  constexpr int kBits = B::kCodeBits;
   const int bits = code_bits<B>(job.scheme);
   const uint32_t lane = threadIdx.x & 31;
   const uint64_t stride = job.main_blocks * 8ull;
@@ -237,7 +239,7 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
 // 16 bytes at a time. For codes of 1, 2 or 4 bits: four rows share a word, and few words are held.
 template <class B, bool kQuads>
 __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_constant__ CudaJob job) {
-  constexpr int kBits = fixed_bits<B>();
+  constexpr int kBits = B::kCodeBits;
   const int bits = code_bits<B>(job.scheme);
   constexpr uint32_t kMask = kBits == 32 ? 0xffffffffu : (1u << (kBits % 32)) - 1;
   const uint32_t lane = threadIdx.x & 31;

@@ -81,7 +81,7 @@ struct DecodeCall {
       launch<decode_blocks<B>>(job, block_count(job), 8, 256, stream, head);
       return;
     }
-    if constexpr (fixed_bits<B>() == 1 || fixed_bits<B>() == 2 || fixed_bits<B>() == 4) {
+    if constexpr (B::kCodeBits == 1 || B::kCodeBits == 2 || B::kCodeBits == 4) {
       if (job.aligned && job.dtype == DType::f32 && !job.add) {
         launch<decode_full_blocks<B, true>>(job, block_count(job), 8, 256, stream, tail_blocks(job) + head);
         return;

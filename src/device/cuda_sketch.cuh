@@ -115,7 +115,7 @@ struct Ranks {
     }
     return rows[row * kCount + (word & (kCount - 1u))] + __popc(alike);
   }
-  // rank_bucket(): rank and count are at most 2^15, so what the factor is too large by never reaches the next integer.
+  // rank * buckets / count: rank and count are at most 2^15, so what the factor is too large by never reaches the next integer.
   __device__ __forceinline__ uint32_t bucket(uint32_t code, uint32_t rank) const {
     return __shfl_sync(kFull, first_bucket, code) + __umulhi(2 * rank, __shfl_sync(kFull, factor, code));
   }

@@ -45,8 +45,8 @@ struct Scheme {
 // Whether side values come from sums, beside the largest magnitude.
 GW_HD inline bool needs_sums(Stat stat) { return stat != Stat::absmax && stat != Stat::fixed; }
 
-// Bodies of codec/methods-inl.h: the width of a code is the scheme's, not the body's.
-GW_HD inline bool runtime_bits(const Scheme& s) { return s.body >= Body::levels && s.body <= Body::none; }
+// Whether the body is one of codec/methods-inl.h, which files of their own compile.
+GW_HD inline bool is_method(const Scheme& s) { return s.body >= Body::levels && s.body <= Body::none; }
 
 GW_HD inline uint64_t div_up(uint64_t a, uint64_t b) { return a / b + (a % b != 0); }
 GW_HD inline uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }

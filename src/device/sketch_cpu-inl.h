@@ -11,6 +11,15 @@ struct SketchDriver {
   using U = typename L::U;
   using M = typename L::M;
 
+  static void classify(const float* x, uint64_t n, const float* thresholds, uint32_t count, uint32_t* codes) {
+    for (uint64_t i = 0; i < n; i += L::kWidth) {
+      const F value = L::load(x + i);
+      U code = L::set_u(0);
+      for (uint32_t t = 0; t < count; ++t) code = L::add_u(code, L::select_u(L::less(value, L::set(thresholds[t])), L::set_u(0), L::set_u(1)));
+      L::store_u(code, codes + i);
+    }
+  }
+
   template <int kClusters>
   static void split_to(const float* x, uint64_t n, const float* thresholds, uint32_t* codes, float** lists) {
     F least[kClusters - 1];

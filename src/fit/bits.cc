@@ -3,6 +3,8 @@
 // form a common shift of all exponents, log2 of k or t, is bisected.
 #include "fit/bits.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -20,7 +22,7 @@ constexpr double kPriorScatter = 0.1;  // the variance of log2 of the norm about
 
 void require(bool fine, const char* field, double value, const char* allowed) {
   if (!fine) {
-    throw Error(ErrorKind::usage, std::string(field) + " is " + std::to_string(value) + ", expected " + allowed, field);
+    throw Error(ErrorKind::usage, fmt::format("{} is {}; expected {}", field, value, allowed), field);
   }
 }
 

@@ -2,7 +2,8 @@
 #include "flow/fft.h"
 
 #include <bit>
-#include <cstring>
+
+#include "flow/blocks.h"
 
 namespace gradwire {
 namespace {
@@ -29,12 +30,6 @@ struct Blocks {
 Blocks blocks_of(const FftScheme& scheme, const Span& s, uint64_t group) {
   const uint64_t from = group * fft_group(scheme);
   return {from / kBlock, div_up(min_u64(s.count, from + fft_group(scheme)), kBlock)};
-}
-
-void add_words(const Kernels& kernels, const Span& s, const uint32_t* words, uint64_t count, LaneSums& check) {
-  uint64_t index = s.region_index + static_cast<uint64_t>(words - s.region);
-  for (; count > 0 && index % kLane; --count) check.add_word(*words++, index++);
-  if (count > 0) check.loose += kernels.sum_words(words, count, index);
 }
 
 const char* check_unit(const FftScheme& scheme, const RangeFloat& range, const Unit& u) {
@@ -82,11 +77,7 @@ void encode_fft(const Kernels& kernels, const FftKernels& fft, const FftScheme& 
     if (s.dtype == DType::f32 && !s.before && whole) {
       x = static_cast<const float*>(s.in) + blocks.begin * kBlock;
     } else {
-      for (uint64_t block = blocks.begin; block < blocks.end; ++block) {
-        float* to = work.x + (block - blocks.begin) * kBlock;
-        const float* values = kernels.stage(s, block, to);
-        if (values != to) std::memcpy(to, values, kBlock * sizeof(float));
-      }
+      stage_blocks(kernels, s, blocks.begin, blocks.end, work.x);
       if (!whole)  // the last chunk may be padded beyond its last block
         for (uint64_t i = (blocks.end - blocks.begin) * kBlock; i < fft_group(scheme); ++i) work.x[i] = 0;
     }
@@ -100,7 +91,7 @@ void encode_fft(const Kernels& kernels, const FftKernels& fft, const FftScheme& 
   }
   if (begin >= end) return;
   const uint32_t* first = s.region + begin * fft_group(scheme) / scheme.chunk * fft_unit_words(scheme, scheme.chunk);
-  add_words(kernels, s, first, static_cast<uint64_t>(last - first), check);
+  add_words(kernels, first, static_cast<uint64_t>(last - first), s.region_index + static_cast<uint64_t>(first - s.region), check);
 }
 
 const char* check_fft(const FftScheme& scheme, const Span& s, uint64_t group) {

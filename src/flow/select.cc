@@ -2,7 +2,8 @@
 #include "flow/select.h"
 
 #include <array>
-#include <cstring>
+
+#include "flow/blocks.h"
 
 namespace gradwire {
 namespace {
@@ -87,21 +88,11 @@ void encode_selected(const Kernels& kernels, Span s, uint64_t number, Scratch& s
   const float* x = direct ? static_cast<const float*>(s.in) + u.begin : scratch.x;
   // absmax() uses the start of scratch.x, so it comes before the tile is staged there.
   const bool finite = kernels.absmax(s, scratch) < kInfBits;
-  if (finite && tile && !direct)
-    for (uint64_t block = s.begin; block < s.end; ++block) {
-      float* to = scratch.x + (block * kBlock - u.begin);
-      const float* values = kernels.stage(s, block, to);
-      if (values != to) std::memcpy(to, values, s.elements_of(block) * sizeof(float));
-    }
+  if (finite && tile && !direct) stage_blocks(kernels, s, s.begin, s.end, scratch.x);
 
   if (!finite) {
     for (uint64_t j = 0; j < u.k; ++j) write(j == 0 ? kMarker : 0, static_cast<uint32_t>(j));
-    if (s.before)
-      for (uint64_t block = s.begin; block < s.end; ++block) {
-        alignas(64) float marked[kBlock];
-        for (float& value : marked) value = bits_float(kMarker);
-        kernels.put_residual(s, block, marked);
-      }
+    keep_residuals(kernels, s);
   } else if (tile) {
     uint32_t* chosen = scratch.codes;
     kernels.select(x, static_cast<uint32_t>(u.elements), static_cast<uint32_t>(u.k), chosen, scratch);
@@ -128,7 +119,7 @@ void encode_selected(const Kernels& kernels, Span s, uint64_t number, Scratch& s
       if (s.before) kernels.put_residual(s, block, rest);
     });
   }
-  for (uint64_t w = 0; w < selected_words(*s.scheme, s.count, u.elements); ++w) check.add_word(words[w], s.region_index + u.words + w);
+  add_words(kernels, words, selected_words(*s.scheme, s.count, u.elements), s.region_index + u.words, check);
 }
 
 const char* check_selected(const Span& s, uint64_t number) {

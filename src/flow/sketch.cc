@@ -2,9 +2,9 @@
 #include "flow/sketch.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "device/sketch.h"
+#include "flow/blocks.h"
 
 namespace gradwire {
 namespace {
@@ -108,15 +108,6 @@ void find_means(const Kernels& kernels, const Scheme& scheme, const Shares& shar
   }
 }
 
-// A stretch of the body into its checksum, whole rows at once.
-void add_words(const Kernels& kernels, const uint32_t* words, uint64_t count, uint64_t index, LaneSums& check) {
-  uint64_t i = 0;
-  for (; i < count && (index + i) % kLane; ++i) check.add_word(words[i], index + i);
-  const uint64_t rows = (count - i) / kLane;
-  kernels.sum_rows(words + i, static_cast<uint32_t>(rows), (index + i) / kLane, check);
-  for (i += rows * kLane; i < count; ++i) check.add_word(words[i], index + i);
-}
-
 void store_codes(const Kernels& kernels, const Span& s, uint64_t block, const uint32_t* codes, LaneSums& check) {
   const Scheme& scheme = *s.scheme;
   uint32_t* words = s.region + block * kLane * scheme.bits;
@@ -129,30 +120,17 @@ void store_codes(const Kernels& kernels, const Span& s, uint64_t block, const ui
   for (uint64_t i = 0; i < tail_words(scheme, s.count); ++i) check.add_word(words[i], s.region_index + full_words(scheme, s.count) + i);
 }
 
-void keep_residuals(const Kernels& kernels, const Span& s) {
-  if (!s.before) return;
-  alignas(64) float marked[kBlock];
-  std::fill(marked, marked + kBlock, bits_float(kMarker));
-  for (uint64_t block = s.begin; block < s.end; ++block) kernels.put_residual(s, block, marked);
-}
-
 // The values of a unit up to a tile, feedback added, zeros behind them to the end of a block: where they are, or in scratch.x.
 const float* stage_tile(const Kernels& kernels, const Span& s, const Unit& u, Scratch& scratch) {
   if (s.dtype == DType::f32 && !s.before && u.elements % kBlock == 0) return static_cast<const float*>(s.in) + u.begin;
-  for (uint64_t block = s.begin; block < s.end; ++block) {
-    float* to = scratch.x + (block * kBlock - u.begin);
-    const float* values = kernels.stage(s, block, to);
-    if (values != to) std::memcpy(to, values, kBlock * sizeof(float));
-  }
+  stage_blocks(kernels, s, s.begin, s.end, scratch.x);
   return scratch.x;
 }
 
 // A tile, staged as x: codes, lists and means stay in the thread's own memory; so do the residuals, in place of x, until they are put.
-void encode_tile(const Kernels& kernels, const Span& s, const Unit& u, const float* x, uint32_t absmax, float rms, Scratch& scratch, SketchMemory& memory, LaneSums& check) {
+void encode_tile(const Kernels& kernels, const Span& s, const Unit& u, const float* x, uint32_t absmax, const float* thresholds, Scratch& scratch, SketchMemory& memory, LaneSums& check) {
   const Scheme& scheme = *s.scheme;
   const uint32_t clusters = clusters_of(scheme);
-  float thresholds[kMaxClusters];
-  for (uint32_t i = 0; i + 1 < clusters; ++i) thresholds[i] = threshold_of(scheme, rms, i);
   const uint64_t padded = div_up(u.elements, kLane) * kLane;
   grow(memory.lists, clusters * (kTile + kRoom));
   float *lists[kMaxClusters], *ends[kMaxClusters];
@@ -186,11 +164,9 @@ void encode_tile(const Kernels& kernels, const Span& s, const Unit& u, const flo
   }
 }
 
-void encode_hashed(const Kernels& kernels, const Span& s, const Unit& u, uint32_t absmax, float rms, Scratch& scratch, SketchMemory& memory, LaneSums& check) {
+void encode_hashed(const Kernels& kernels, const Span& s, const Unit& u, uint32_t absmax, const float* thresholds, Scratch& scratch, SketchMemory& memory, LaneSums& check) {
   const Scheme& scheme = *s.scheme;
   const uint32_t clusters = clusters_of(scheme);
-  float thresholds[kMaxClusters];
-  for (uint32_t i = 0; i + 1 < clusters; ++i) thresholds[i] = threshold_of(scheme, rms, i);
   const HashBuckets hash(s, u.buckets);
   const Grid grid = grid_for(absmax);
   memory.sums.assign(u.buckets, 0);
@@ -260,10 +236,12 @@ void encode_sketch(const Kernels& kernels, Span s, uint64_t number, Scratch& scr
     Sums sums;
     kernels.sums(values, absmax, scratch, sums);
     const float rms = rms_of(absmax, sums, u.elements);
+    float thresholds[kMaxClusters];
+    for (uint32_t i = 0; i + 1 < clusters_of(*s.scheme); ++i) thresholds[i] = threshold_of(*s.scheme, rms, i);
     if (hashed(*s.scheme))
-      encode_hashed(kernels, s, u, absmax, rms, scratch, memory, check);
+      encode_hashed(kernels, s, u, absmax, thresholds, scratch, memory, check);
     else
-      encode_tile(kernels, s, u, x, absmax, rms, scratch, memory, check);
+      encode_tile(kernels, s, u, x, absmax, thresholds, scratch, memory, check);
   }
   add_words(kernels, u.side, u.side_words, u.side_index, check);
 }

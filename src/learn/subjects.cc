@@ -16,6 +16,7 @@
 #include "fit/levels.h"
 #include "fit/mantissa.h"
 #include "gradwire/error.h"
+#include "gradwire/message.h"
 #include "gradwire/runner.h"
 
 namespace gradwire {
@@ -196,14 +197,14 @@ class Mantissa : public Refitted {
   void look(std::span<const float> values, std::span<const uint32_t> lengths, Evidence& evidence) const override {
     MagnitudeHistogram histogram;
     const Weighed sample(values, lengths, 12, Weighed::By::top);
-    for (const auto& unit : sample.units) add(histogram, unit);
+    add(histogram, sample.units);
     evidence.add({sample.exponent, {histogram.words().begin(), histogram.words().end()}});
   }
 
  protected:
-  virtual void add(MagnitudeHistogram& histogram, const Weighed::Unit& unit) const {
+  virtual void add(MagnitudeHistogram& histogram, std::span<const Weighed::Unit> units) const {
     const double fixed = number(base_, "max");
-    histogram.add(unit.values, fixed > 0 ? static_cast<float>(fixed) : unit.top, static_cast<uint32_t>(unit.weight));
+    for (const auto& unit : units) histogram.add(unit.values, fixed > 0 ? static_cast<float>(fixed) : unit.top, static_cast<uint32_t>(unit.weight));
   }
   std::vector<uint32_t> table_of(const Evidence& pooled) const override {
     MagnitudeHistogram histogram;
@@ -236,17 +237,24 @@ class Frequencies final : public Mantissa {
 
  private:
   // The parts that would be sent, as the codec itself makes them.
-  void add(MagnitudeHistogram& histogram, const Weighed::Unit& unit) const override {
-    const Plan plan({{"", unit.values.size(), DType::f32, base_.with("format", "float")}});
+  void add(MagnitudeHistogram& histogram, std::span<const Weighed::Unit> units) const override {
+    std::vector<TensorSpec> list;
+    std::vector<const void*> in;
+    for (const auto& unit : units) {
+      list.push_back({"", unit.values.size(), DType::f32, base_.with("format", "float")});
+      in.push_back(unit.values.data());
+    }
+    const Plan plan(std::move(list));
     std::vector<std::byte> message(plan.message_bytes());
-    const void* in[] = {unit.values.data()};
     make_runner(plan, {})->encode(in, {}, message);
-    const FftScheme scheme = fft_scheme(plan.tensors()[0].codec.scheme());
-    const uint32_t bins = fft_size(scheme.chunk, unit.values.size()) / 2, kept = fft_kept(scheme, bins);
-    std::vector<float> parts(2 * kept);
-    const size_t words = plan.tensors()[0].codec.bytes(unit.values.size());
-    std::memcpy(parts.data(), message.data() + (message.size() - words) + bins / 8, parts.size() * sizeof(float));
-    histogram.add(parts, 1.0f, static_cast<uint32_t>(unit.weight));
+    const Head head = read_head(message, {.max_elements = plan.elements(), .max_tensors = static_cast<uint32_t>(units.size())});
+    for (size_t i = 0; i < units.size(); ++i) {
+      const FftScheme scheme = fft_scheme(plan.tensors()[i].codec.scheme());
+      const uint32_t bins = fft_size(scheme.chunk, units[i].values.size()) / 2;
+      std::vector<float> parts(2 * fft_kept(scheme, bins));
+      std::memcpy(parts.data(), message.data() + head.head_bytes + head.body_offsets[i] + bins / 8, parts.size() * sizeof(float));
+      histogram.add(parts, 1.0f, static_cast<uint32_t>(units[i].weight));
+    }
   }
 };
 
