@@ -42,7 +42,7 @@ TrialOptions trial_options(const CollectiveOptions& options, const std::string& 
   trial.reduce.up = codec;
   trial.reduce.down = options.down;
   trial.reduce.residual = parse_dtype(options.residual);
-  trial.reduce.threads = options.threads;
+  trial.reduce.device.threads = options.threads;
   trial.steps = options.steps;
   return trial;
 }

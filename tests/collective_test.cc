@@ -232,7 +232,7 @@ TEST(Collective, TheMeanOfEqualValuesIsThatValue) {
 
 TEST(Collective, ThreadsAndVectorsDoNotMatter) {
   const auto run = [&](Method method, const std::string& codec, int threads, const std::string& simd) {
-    return reduce(2, kMixed, {.method = method, .up = codec, .threads = threads, .simd = simd},
+    return reduce(2, kMixed, {.method = method, .up = codec, .device = {.threads = threads, .simd = simd}},
                   [&](int rank) { return gradients(kMixed, rank, 1); })[0];
   };
   for (const std::string& codec : all_specs())

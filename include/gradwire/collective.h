@@ -52,8 +52,25 @@ struct ReduceOptions {
   Feedback owner_feedback = Feedback::on;
   DType residual = DType::f32;
   uint64_t seed = 0;
-  int threads = 1;
-  std::string simd = {};
+  // Where tensors, residuals and sums live and codecs run; ranks may differ in it, results do not. On a GPU all pointers
+  // are device pointers and work is enqueued on device.stream: whatever writes the inputs must come before it there when
+  // the call is made. Outputs are complete when the call, or the handle's wait(), returns. Ranks that are threads of one
+  // process want a stream each: on the default stream, which null means, they would wait for each other.
+  Device device = {};
+};
+
+// Where a rank's time went, in seconds. encode and decode are processor time of the thread that does the work where the
+// CPU does it alone, and wall time where others help it (device.threads > 1, or a GPU). What is learned counts as
+// encode, adding up and dividing as decode. wait: wall time in the engine, for peers and for bytes.
+struct ReduceTimes {
+  double encode = 0, wait = 0, decode = 0;
+};
+
+// Bytes held, on the host and on the device together.
+struct ReduceMemory {
+  uint64_t residuals = 0;  // both copies
+  uint64_t messages = 0;   // sent and received, and what they pass through on the way to a GPU
+  uint64_t sums = 0;       // f32 values that cannot stand in the outputs
 };
 
 // All-reduce of a fixed list of tensors, step after step. Construction is collective: ranks exchange a signature of
@@ -80,8 +97,11 @@ class Reducer {
   void set_rate(double rate);                   // the learning rate of the steps to come, for codecs that follow it
   std::vector<Codec> codecs(Side side) const;   // of the last step, per tensor, with what they had learned
 
+  // A state to go on with is assigned to it; it must have been loaded for the device of the options.
   ErrorFeedback& feedback();
   uint64_t message_bytes() const;  // bytes this rank sends to others in the last step, or the first one, evidence aside
+  ReduceTimes times() const;       // of all steps so far; waits, as memory() does, until the steps started have run
+  ReduceMemory memory() const;
 
  private:
   struct State;

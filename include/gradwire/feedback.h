@@ -80,6 +80,9 @@ class ErrorFeedback {
   std::vector<float> residual(Side side, const std::string& name, uint64_t first = 0) const;
   uint64_t hash() const;  // of every committed residual and note: two equal states have equal hashes
 
+  const Device& device() const;  // where the residuals live
+  uint64_t bytes() const;        // that they take there, both copies
+
  private:
   struct State;
   std::unique_ptr<State> state_;

@@ -53,6 +53,7 @@ void once(Engine& engine, uint64_t step, const std::unique_ptr<Job>& job, const 
 
 void reduce_scatter(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,
                     std::span<const void* const> in, std::span<float> out, ErrorFeedback* feedback) {
+  Clock clock(options.device);
   std::unique_ptr<Job> job;
   std::unique_ptr<UpStage> stage;
   std::vector<float*> sums;
@@ -61,18 +62,20 @@ void reduce_scatter(Engine& engine, std::span<const NamedTensor> tensors, const 
       [&] {
         job = std::make_unique<Job>("reduce_scatter", tensors, options);
         job->check_pointers(in, "in");
-        stage = std::make_unique<UpStage>(engine, *job, UpStage::Owners::shards);
+        stage = std::make_unique<UpStage>(engine, *job, UpStage::Owners::shards, clock);
         sums = cut(stage->mine(), out, "out");
         stage->begin({step, feedback, 1.0f});
       },
       [&] {
         stage->run(step, in, sums);
         finish_sums(*job, engine.size(), stage->mine(), sums);
+        job->memory->wait();
       });
 }
 
 void all_gather(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,
                 std::span<const float> mine, std::span<void* const> out, ErrorFeedback* feedback) {
+  Clock clock(options.device);
   std::unique_ptr<Job> job;
   std::unique_ptr<DownStage> stage;
   std::vector<const float*> values;
@@ -81,7 +84,7 @@ void all_gather(Engine& engine, std::span<const NamedTensor> tensors, const Redu
       [&] {
         job = std::make_unique<Job>("all_gather", tensors, options);
         job->check_pointers({out.data(), out.size()}, "out");
-        stage = std::make_unique<DownStage>(engine, *job);
+        stage = std::make_unique<DownStage>(engine, *job, clock);
         values = cut(stage->mine(), mine, "mine");
         stage->begin({step, feedback, 1.0f});
       },
@@ -90,6 +93,7 @@ void all_gather(Engine& engine, std::span<const NamedTensor> tensors, const Redu
 
 void broadcast(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,
                int root, std::span<void* const> tensors_data, ErrorFeedback* feedback) {
+  Clock clock(options.device);
   std::unique_ptr<Job> job;
   std::unique_ptr<RootStage> stage;
   once(
@@ -100,7 +104,7 @@ void broadcast(Engine& engine, std::span<const NamedTensor> tensors, const Reduc
                       "root");
         job = std::make_unique<Job>("broadcast", tensors, options);
         job->check_pointers({tensors_data.data(), tensors_data.size()}, "tensors_data");
-        stage = std::make_unique<RootStage>(engine, *job, root);
+        stage = std::make_unique<RootStage>(engine, *job, root, clock);
         stage->begin({step, feedback, 1.0f});
       },
       [&] { stage->run(step, tensors_data); });

@@ -28,10 +28,14 @@ const char* name_of(ReduceOptions::Feedback choice) {
   return choice == ReduceOptions::Feedback::codec ? "codec" : choice == ReduceOptions::Feedback::on ? "on" : "off";
 }
 
+std::string text_of(const Device& device) {
+  return device.kind == Device::Kind::cuda ? fmt::format("cuda {}", device.index) : "the cpu";
+}
+
 }  // namespace
 
 Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOptions& given)
-    : collective(std::move(name)), tensors(list.begin(), list.end()), options(given) {
+    : collective(std::move(name)), tensors(list.begin(), list.end()), options(given), memory(memory_of(given.device)) {
   std::set<std::string_view> names;
   for (const NamedTensor& tensor : tensors)
     if (!names.insert(tensor.name).second)
@@ -104,12 +108,17 @@ std::vector<TensorSpec> Job::specs(std::span<const Shard> shards, Side side, boo
 }
 
 void Job::add_residuals(ErrorFeedback& feedback, std::span<const Shard> shards, Side side) const {
+  const Device &there = feedback.device(), &here = options.device;
+  const bool cuda = here.kind == Device::Kind::cuda;
+  if (there.kind != here.kind || (cuda && there.index != here.index))
+    throw Error(ErrorKind::usage,
+                fmt::format("the residuals live on {}, the tensors on {}; load or make them for that device", text_of(there),
+                            text_of(here)),
+                "feedback");
   for (const Shard& shard : shards)
     if (side == Side::up ? up_feedback[shard.tensor] : down_feedback[shard.tensor])
       feedback.add(side, tensors[shard.tensor].name, shard.count, shard.first);
 }
-
-Device Job::device() const { return Device{.threads = options.threads, .simd = options.simd}; }
 
 void Job::check_pointers(std::span<const void* const> pointers, const char* what) const {
   if (pointers.size() != tensors.size())

@@ -3,10 +3,12 @@
 // whether it has a residual there. All collectives start from one.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "collective/signature.h"
+#include "device/memory.h"
 #include "gradwire/collective.h"
 
 namespace gradwire {
@@ -20,6 +22,7 @@ struct Job {
   ReduceOptions options;
   std::vector<Codec> up, down;                   // per tensor
   std::vector<bool> up_feedback, down_feedback;  // per tensor
+  std::shared_ptr<Memory> memory;                // of the options' device
 
   Terms terms() const;
   // The tensors as one message carries them, whole.
@@ -28,9 +31,9 @@ struct Job {
   static std::vector<Shard> of_owner(std::span<const Shard> all, int owner);
   // How a message with these shards is laid out, as this rank holds the elements: in the tensors' types, or all in f32.
   std::vector<TensorSpec> specs(std::span<const Shard> shards, Side side, bool as_f32) const;
-  // Makes room for the residuals that these shards need.
+  // Makes room for the residuals that these shards need. They must live where the tensors do.
   void add_residuals(ErrorFeedback& feedback, std::span<const Shard> shards, Side side) const;
-  Device device() const;
+  const Device& device() const { return options.device; }
   void check_pointers(std::span<const void* const> pointers, const char* what) const;
 
  private:

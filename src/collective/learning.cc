@@ -51,7 +51,7 @@ void Learning::look(Runner& runner, std::span<const Shard> shards, uint64_t step
   }
 }
 
-void Learning::learn(Engine& engine, uint64_t step, bool ahead) {
+void Learning::learn(Engine& engine, uint64_t step, bool ahead, Clock& clock) {
   std::vector<Entry*> due;
   size_t bytes = 0;
   for (Entry& entry : learners_)
@@ -67,7 +67,11 @@ void Learning::learn(Engine& engine, uint64_t step, bool ahead) {
     entry->learner.take_evidence(std::span(all[me]).subspan(at, entry->learner.evidence_bytes()));
     at += entry->learner.evidence_bytes();
   }
-  engine.all_gather(all[me], std::vector<Bytes>(all.begin(), all.end())).wait();
+  {
+    const auto spell = clock.wait();
+    engine.all_gather(all[me], std::vector<Bytes>(all.begin(), all.end())).wait();
+  }
+  const auto spell = clock.encode();
   at = 0;
   for (Entry* entry : due) {
     std::vector<std::span<const std::byte>> ranks;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "collective/clock.h"
 #include "collective/job.h"
 #include "gradwire/learn.h"
 
@@ -27,7 +28,7 @@ class Learning {
   void look(Runner& runner, std::span<const Shard> shards, uint64_t step, std::span<const void* const> tensors, const Residuals* residuals,
             std::span<const std::byte> message, bool ahead);
   // Collective: all ranks' evidence, then every learner learns.
-  void learn(Engine& engine, uint64_t step, bool ahead);
+  void learn(Engine& engine, uint64_t step, bool ahead, Clock& clock);
 
   void keep(ErrorFeedback& feedback) const;    // as notes
   void restore(const ErrorFeedback& feedback);  // from notes, where there are any of these codecs

@@ -9,6 +9,7 @@
 #include "collective/issuer.h"
 #include "collective/stages.h"
 #include "core/bits.h"
+#include "device/sums.h"
 
 namespace gradwire {
 namespace {
@@ -27,17 +28,14 @@ struct Request {
   double rate;
 };
 
-void narrow(const float* from, void* to, uint64_t count, DType dtype) {
-  std::transform(from, from + count, static_cast<uint16_t*>(to), dtype == DType::f16 ? f32_to_f16 : f32_to_bf16);
-}
-
 }  // namespace
 
 struct Reducer::State {
-  explicit State(Engine& e) : engine(e), issuer(Issuer::of(e)) {}
+  State(Engine& e, const Device& device) : engine(e), issuer(Issuer::of(e)), clock(device) {}
 
   Engine& engine;
   std::shared_ptr<Issuer> issuer;
+  Clock clock;
   std::unique_ptr<Job> job;
   std::unique_ptr<UpStage> up;
   std::unique_ptr<DownStage> down;  // scatter
@@ -57,11 +55,11 @@ struct Reducer::State {
   void build(std::span<const NamedTensor> tensors, const ReduceOptions& options) {
     const bool scatter = options.method == ReduceOptions::Method::scatter;
     job = std::make_unique<Job>(scatter ? "scatter" : "gather", tensors, options);
-    feedback = ErrorFeedback(options.residual);
-    up = std::make_unique<UpStage>(engine, *job, scatter ? UpStage::Owners::shards : UpStage::Owners::everybody);
+    feedback = ErrorFeedback(options.residual, options.device);
+    up = std::make_unique<UpStage>(engine, *job, scatter ? UpStage::Owners::shards : UpStage::Owners::everybody, clock);
     job->add_residuals(feedback, job->whole(), Side::up);
     if (scatter) {
-      down = std::make_unique<DownStage>(engine, *job);
+      down = std::make_unique<DownStage>(engine, *job, clock);
       job->add_residuals(feedback, down->mine(), Side::down);
     }
     up_learning = std::make_unique<Learning>(*job, Side::up, engine);
@@ -73,7 +71,7 @@ struct Reducer::State {
       offsets.push_back(floats);
       if (!summed_in_output(shard)) floats += (shard.count + 15) / 16 * 16;  // vectors like whole cache lines
     }
-    scratch = std::make_unique<Block>(floats * sizeof(float));
+    scratch = std::make_unique<Block>(job->memory, Block::Place::device, floats * sizeof(float));
     for (size_t i = 0; i < offsets.size(); ++i)
       in_scratch.push_back(summed_in_output(up->mine()[i]) ? nullptr : scratch->floats() + offsets[i]);
   }
@@ -102,8 +100,8 @@ struct Reducer::State {
     down->recode();
   }
   void learn(uint64_t step) {
-    up_learning->learn(engine, step, false);
-    if (down) down_learning->learn(engine, step, false);
+    up_learning->learn(engine, step, false, clock);
+    if (down) down_learning->learn(engine, step, false, clock);
     keep();
   }
   void keep() {
@@ -137,13 +135,17 @@ struct Reducer::State {
           [&] {
             job->check_pointers(request.in, "in");
             job->check_pointers({request.out.data(), request.out.size()}, "out");
+            const auto spell = clock.encode();
             recode(request);
             const StepContext context{request.step, &feedback, request.loss_scale};
             up->begin(context);
             begun = true;
             if (down) down->begin(context);
           },
-          [&](std::exception_ptr failure) { agree_step(engine, agreed_terms(), request.step, request.loss_scale, failure); },
+          [&](std::exception_ptr failure) {
+            const auto spell = clock.wait();
+            agree_step(engine, agreed_terms(), request.step, request.loss_scale, failure);
+          },
           [&] {
             move(request);
             learn(request.step);
@@ -163,29 +165,41 @@ struct Reducer::State {
       if (!sums[i]) sums[i] = static_cast<float*>(request.out[up->mine()[i].tensor]);
     if (up_learning->ahead()) {
       up->look_ahead(request.step, request.in, *up_learning);
-      up_learning->learn(engine, request.step, true);
+      up_learning->learn(engine, request.step, true, clock);
+      const auto spell = clock.encode();
       recode_up(request);
     }
     up->run(request.step, request.in, sums, up_learning.get());
-    finish_sums(*job, engine.size(), up->mine(), sums);
+    finish(request, sums);
     if (down) {
       const std::vector<const float*> values(sums.begin(), sums.end());
       if (down_learning->ahead()) {
         down->look_ahead(request.step, values, *down_learning);
-        down_learning->learn(engine, request.step, true);
+        down_learning->learn(engine, request.step, true, clock);
+        const auto spell = clock.encode();
         recode_down(request);
       }
-      return down->run(request.step, values, request.out, down_learning.get());
+      down->run(request.step, values, request.out, down_learning.get());
     }
+  }
+
+  // Means; where everybody has them all, in the outputs.
+  void finish(const Request& request, std::span<float* const> sums) {
+    const auto spell = clock.decode();
+    finish_sums(*job, engine.size(), up->mine(), sums);
+    if (down) return;
+    std::vector<NarrowSpan> spans;
     for (size_t i = 0; i < sums.size(); ++i) {
       const Shard& shard = up->mine()[i];
-      if (in_scratch[i]) narrow(sums[i], request.out[shard.tensor], shard.count, job->tensors[shard.tensor].dtype);
+      if (in_scratch[i]) spans.push_back({sums[i], request.out[shard.tensor], shard.count, job->tensors[shard.tensor].dtype});
     }
+    narrow(job->device(), spans);
+    job->memory->wait();
   }
 };
 
 Reducer::Reducer(Engine& engine, std::vector<NamedTensor> tensors, const ReduceOptions& options)
-    : state_(std::make_unique<State>(engine)) {
+    : state_(std::make_unique<State>(engine, options.device)) {
   State& state = *state_;
   std::exception_ptr failure;
   Terms terms;
@@ -235,6 +249,19 @@ ErrorFeedback& Reducer::feedback() { return state_->feedback; }
 uint64_t Reducer::message_bytes() const {
   const State& state = *state_;
   return state.up->bytes_sent() + (state.down ? state.down->bytes_sent() : 0) + agree_step_bytes(state.engine.size());
+}
+
+ReduceTimes Reducer::times() const {
+  state_->issuer->finish();
+  return state_->clock.times();
+}
+
+ReduceMemory Reducer::memory() const {
+  state_->issuer->finish();
+  const State& state = *state_;
+  return {.residuals = state.feedback.bytes(),
+          .messages = state.up->message_memory() + (state.down ? state.down->message_memory() : 0),
+          .sums = state.scratch->held() + state.up->sum_memory()};
 }
 
 }  // namespace gradwire

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "collective/stages.h"
 
-#include <new>
+#include <algorithm>
 #include <type_traits>
 #include <utility>
+
+#include "device/sums.h"
 
 namespace gradwire {
 namespace {
@@ -49,11 +51,38 @@ std::vector<Bytes> views(std::span<const Block> blocks) {
   return all;
 }
 
-}  // namespace
+// Blocks of these sizes, kept where they are large enough.
+void make_blocks(std::vector<Block>& blocks, const Job& job, std::span<const size_t> sizes) {
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (i < blocks.size())
+      blocks[i].resize(sizes[i]);
+    else
+      blocks.emplace_back(job.memory, Block::Place::host, sizes[i]);
+  }
+}
 
-Block::Block(size_t bytes)
-    : data_(static_cast<std::byte*>(::operator new (bytes, std::align_val_t{64}))), size_(bytes) {}
-void Block::Free::operator()(std::byte* data) const { ::operator delete (data, std::align_val_t{64}); }
+uint64_t held(std::span<const Block> blocks) {
+  uint64_t bytes = 0;
+  for (const Block& block : blocks) bytes += block.held();
+  return bytes;
+}
+
+std::vector<SumSpan> spans_of(std::span<const Shard> shards, std::span<float* const> sums) {
+  std::vector<SumSpan> spans;
+  for (size_t i = 0; i < shards.size(); ++i) spans.push_back({sums[i], shards[i].count});
+  return spans;
+}
+
+// What was decoded into f32 tensors has the bits of a CPU's result, not-a-numbers too.
+void settle_outputs(const Job& job, std::span<void* const> out) {
+  if (job.memory->on_host()) return;
+  std::vector<SumSpan> spans;
+  for (size_t i = 0; i < job.tensors.size(); ++i)
+    if (job.tensors[i].dtype == DType::f32) spans.push_back({static_cast<float*>(out[i]), job.tensors[i].count});
+  settle_nans(job.device(), spans);
+}
+
+}  // namespace
 
 Coder::Coder(std::vector<TensorSpec> specs, const Device& device)
     : device_(device), plan_(std::move(specs)), runner_(make_runner(plan_, device)) {}
@@ -69,22 +98,24 @@ void Coder::begin(ErrorFeedback* feedback, Side side, uint64_t step, float loss_
   if (feedback) residuals_ = feedback->begin(side, step, plan_.tensors(), loss_scale);
 }
 
-void Coder::encode(std::span<const void* const> shards, const Stamp& stamp, Bytes message, const Look& look, bool again) {
+void Coder::encode(std::span<const void* const> shards, const Stamp& stamp, Bytes message, Staging& staging, const Look& look, bool again) {
   const Residuals* residuals = residuals_ ? &residuals_->residuals : nullptr;
-  runner_->encode(shards, stamp, message, residuals);
-  runner_->wait();
-  if (look) look(*runner_, shards, residuals, message);
-  if (!again) residuals_.reset();
+  const Bytes at = staging.writable(message);
+  runner_->encode(shards, stamp, at, residuals);
+  if (look) look(*runner_, shards, residuals, at);
+  if (again) return;
+  staging.written(message);
+  residuals_.reset();
 }
 
-void Coder::decode(ConstBytes message, std::span<void* const> shards, Write write, const Stamp& expected) {
-  runner_->decode(message, shards, write, &expected);
-  runner_->wait();
+void Coder::decode(ConstBytes message, std::span<void* const> shards, Write write, const Stamp& expected, Staging& staging) {
+  runner_->decode(staging.readable(message), shards, write, &expected);
 }
 
 void Coder::merge(std::span<const ConstBytes> messages, std::span<float* const> means) { decode_merged(plan_, messages, means); }
 
-UpStage::UpStage(Engine& engine, const Job& job, Owners owners) : engine_(engine), job_(job), owners_(owners) {
+UpStage::UpStage(Engine& engine, const Job& job, Owners owners, Clock& clock)
+    : engine_(engine), job_(job), clock_(clock), owners_(owners), staging_(job.memory) {
   const auto me = static_cast<size_t>(engine.rank());
   if (owners == Owners::shards)
     shards_ = by_owner(job, engine.size());
@@ -100,12 +131,16 @@ UpStage::UpStage(Engine& engine, const Job& job, Owners owners) : engine_(engine
 // Messages have the size that the codecs of the step give.
 void UpStage::make_room() {
   const auto world = static_cast<size_t>(engine_.size()), me = static_cast<size_t>(engine_.rank());
-  sent_.clear();
-  received_.clear();
-  if (owners_ == Owners::shards)
-    for (const auto& writer : writers_) sent_.emplace_back(writer->message_bytes());
-  for (size_t p = 0; p < world; ++p)
-    received_.emplace_back(owners_ == Owners::shards && p == me ? 0 : reader_->message_bytes());
+  std::vector<size_t> written, read(world, reader_->message_bytes());
+  for (const auto& writer : writers_) written.push_back(writer->message_bytes());
+  size_t largest = reader_->message_bytes();
+  for (size_t bytes : written) largest = std::max(largest, bytes);
+  if (owners_ == Owners::shards) {
+    read[me] = 0;
+    make_blocks(sent_, job_, written);
+  }
+  make_blocks(received_, job_, read);
+  staging_.resize(largest);
 }
 
 void UpStage::recode() {
@@ -120,11 +155,13 @@ void UpStage::begin(const StepContext& context) {
 }
 
 void UpStage::encode(uint64_t step, std::span<const void* const> in, Learning* learning, bool ahead) {
+  const auto spell = clock_.encode();
   const auto me = static_cast<size_t>(engine_.rank());
   const std::vector<Bytes> written = owners_ == Owners::shards ? views(sent_) : std::vector{received_[me].bytes()};
   for (size_t m = 0; m < writers_.size(); ++m)
-    writers_[m]->encode(locate(job_, shards_[m], in), stamp_of(engine_, job_, step, kUp, me), written[m],
+    writers_[m]->encode(locate(job_, shards_[m], in), stamp_of(engine_, job_, step, kUp, me), written[m], staging_,
                         look_at(learning, shards_[m], step, ahead), ahead);
+  staging_.wait();
 }
 
 void UpStage::look_ahead(uint64_t step, std::span<const void* const> in, Learning& learning) { encode(step, in, &learning, true); }
@@ -136,23 +173,42 @@ void UpStage::run(uint64_t step, std::span<const void* const> in, std::span<floa
   encode(step, in, learning, false);
 
   std::vector<ConstBytes> messages(recv.begin(), recv.end());
-  if (owners_ == Owners::shards) {
-    std::vector<ConstBytes> send(written.begin(), written.end());
-    messages[me] = std::exchange(send[me], {});  // one's own need not travel
-    engine_.all_to_all(send, recv).wait();
-  } else {
-    engine_.all_gather(written[0], recv).wait();
+  {
+    const auto spell = clock_.wait();
+    if (owners_ == Owners::shards) {
+      std::vector<ConstBytes> send(written.begin(), written.end());
+      messages[me] = std::exchange(send[me], {});  // one's own need not travel
+      engine_.all_to_all(send, recv).wait();
+    } else {
+      engine_.all_gather(written[0], recv).wait();
+    }
   }
-  if (owners_ == Owners::everybody && reader_->merges()) {
-    reader_->merge(messages, sums);
-    const auto world = static_cast<float>(engine_.size());
-    for (size_t i = 0; i < sums.size(); ++i)
-      for (float* x = sums[i]; x < sums[i] + mine_[i].count; ++x) *x *= world;  // what is asked for here is the sum
-    return;
-  }
+  const auto spell = clock_.decode();
+  if (owners_ == Owners::everybody && reader_->merges()) return merge(messages, sums);
   const std::vector<void*> to(sums.begin(), sums.end());
   for (size_t p = 0; p < messages.size(); ++p)
-    reader_->decode(messages[p], to, p == 0 ? Write::set : Write::add, stamp_of(engine_, job_, step, kUp, p));
+    reader_->decode(messages[p], to, p == 0 ? Write::set : Write::add, stamp_of(engine_, job_, step, kUp, p), staging_);
+  reader_->wait();
+}
+
+// Tables are merged on the host, wherever the sums are wanted.
+void UpStage::merge(std::span<const ConstBytes> messages, std::span<float* const> sums) {
+  std::vector<float*> to(sums.begin(), sums.end());
+  const bool here = job_.memory->on_host();
+  if (!here) {
+    uint64_t floats = 0;
+    for (const Shard& shard : mine_) floats += shard.count;
+    if (!merged_) merged_ = std::make_unique<Block>(job_.memory, Block::Place::host, floats * sizeof(float));
+    float* at = merged_->floats();
+    for (size_t i = 0; i < to.size(); at += mine_[i++].count) to[i] = at;
+  }
+  reader_->merge(messages, to);
+  const auto world = static_cast<float>(engine_.size());
+  for (size_t i = 0; i < to.size(); ++i) {
+    for (float* x = to[i]; x < to[i] + mine_[i].count; ++x) *x *= world;  // what is asked for here is the sum
+    if (!here) job_.memory->start_from_host(sums[i], to[i], mine_[i].count * sizeof(float));
+  }
+  staging_.wait();
 }
 
 uint64_t UpStage::bytes_sent() const {
@@ -163,8 +219,10 @@ uint64_t UpStage::bytes_sent() const {
   return bytes;
 }
 
-DownStage::DownStage(Engine& engine, const Job& job)
-    : engine_(engine), job_(job), shards_(by_owner(job, engine.size())) {
+uint64_t UpStage::message_memory() const { return held(sent_) + held(received_) + staging_.held(); }
+
+DownStage::DownStage(Engine& engine, const Job& job, Clock& clock)
+    : engine_(engine), job_(job), clock_(clock), shards_(by_owner(job, engine.size())), staging_(job.memory) {
   for (const std::vector<Shard>& list : shards_)
     readers_.push_back(std::make_unique<Coder>(job.specs(list, Side::down, false), job.device()));
   writer_ = std::make_unique<Coder>(job.specs(mine(), Side::down, true), job.device());
@@ -172,20 +230,20 @@ DownStage::DownStage(Engine& engine, const Job& job)
 }
 
 void DownStage::make_room() {
-  received_.clear();
-  for (const auto& reader : readers_) received_.emplace_back(reader->message_bytes());
+  std::vector<size_t> sizes;
+  size_t largest = 0;
+  for (const auto& reader : readers_) {
+    sizes.push_back(reader->message_bytes());
+    largest = std::max(largest, sizes.back());
+  }
+  make_blocks(received_, job_, sizes);
+  staging_.resize(largest);
 }
 
 void DownStage::recode() {
   for (size_t p = 0; p < readers_.size(); ++p) readers_[p]->recode(job_.specs(shards_[p], Side::down, false));
   writer_->recode(job_.specs(mine(), Side::down, true));
   make_room();
-}
-
-void DownStage::look_ahead(uint64_t step, std::span<const float* const> values, Learning& learning) {
-  const auto me = static_cast<size_t>(engine_.rank());
-  writer_->encode(std::vector<const void*>(values.begin(), values.end()), stamp_of(engine_, job_, step, kDown, me), received_[me].bytes(),
-                  look_at(&learning, mine(), step, true), true);
 }
 
 void DownStage::begin(const StepContext& context) {
@@ -196,25 +254,47 @@ void DownStage::begin(const StepContext& context) {
   writer_->begin(context.feedback, Side::down, context.step, context.loss_scale * scale);
 }
 
+void DownStage::encode(uint64_t step, std::span<const float* const> values, Learning* learning, bool ahead) {
+  const auto spell = clock_.encode();
+  const auto me = static_cast<size_t>(engine_.rank());
+  writer_->encode(std::vector<const void*>(values.begin(), values.end()), stamp_of(engine_, job_, step, kDown, me), received_[me].bytes(),
+                  staging_, look_at(learning, mine(), step, ahead), ahead);
+  staging_.wait();
+}
+
+void DownStage::look_ahead(uint64_t step, std::span<const float* const> values, Learning& learning) { encode(step, values, &learning, true); }
+
 void DownStage::run(uint64_t step, std::span<const float* const> values, std::span<void* const> out, Learning* learning) {
   const auto me = static_cast<size_t>(engine_.rank());
-  const std::vector<const void*> from(values.begin(), values.end());
-  writer_->encode(from, stamp_of(engine_, job_, step, kDown, me), received_[me].bytes(), look_at(learning, mine(), step, false));
-  engine_.all_gather(received_[me].bytes(), views(received_)).wait();
+  encode(step, values, learning, false);
+  {
+    const auto spell = clock_.wait();
+    engine_.all_gather(received_[me].bytes(), views(received_)).wait();
+  }
+  const auto spell = clock_.decode();
   for (size_t p = 0; p < readers_.size(); ++p)
     readers_[p]->decode(received_[p].bytes(), locate(job_, shards_[p], out), Write::set,
-                        stamp_of(engine_, job_, step, kDown, p));
+                        stamp_of(engine_, job_, step, kDown, p), staging_);
+  settle_outputs(job_, out);
+  staging_.wait();
+  for (auto& reader : readers_) reader->wait();
 }
 
 uint64_t DownStage::bytes_sent() const { return writer_->message_bytes() * static_cast<uint64_t>(engine_.size() - 1); }
 
-RootStage::RootStage(Engine& engine, const Job& job, int root)
+uint64_t DownStage::message_memory() const { return held(received_) + staging_.held(); }
+
+RootStage::RootStage(Engine& engine, const Job& job, int root, Clock& clock)
     : engine_(engine),
       job_(job),
+      clock_(clock),
       root_(root),
       shards_(job.whole(root)),
       coder_(job.specs(shards_, Side::down, false), job.device()),
-      message_(coder_.message_bytes()) {}
+      message_(job.memory, Block::Place::host, coder_.message_bytes()),
+      staging_(job.memory) {
+  staging_.resize(coder_.message_bytes());
+}
 
 void RootStage::begin(const StepContext& context) {
   if (engine_.rank() != root_) return;
@@ -225,16 +305,24 @@ void RootStage::begin(const StepContext& context) {
 void RootStage::run(uint64_t step, std::span<void* const> data) {
   const std::vector<void*> at = locate(job_, shards_, data);
   const Stamp stamp = stamp_of(engine_, job_, step, kDown, static_cast<size_t>(root_));
-  if (engine_.rank() == root_) coder_.encode(std::vector<const void*>(at.begin(), at.end()), stamp, message_.bytes());
-  engine_.broadcast(message_.bytes(), root_).wait();
-  coder_.decode(message_.bytes(), at, Write::set, stamp);
+  if (engine_.rank() == root_) {
+    const auto spell = clock_.encode();
+    coder_.encode(std::vector<const void*>(at.begin(), at.end()), stamp, message_.bytes(), staging_);
+    staging_.wait();
+  }
+  {
+    const auto spell = clock_.wait();
+    engine_.broadcast(message_.bytes(), root_).wait();
+  }
+  const auto spell = clock_.decode();
+  coder_.decode(message_.bytes(), at, Write::set, stamp, staging_);
+  settle_outputs(job_, data);
+  coder_.wait();
 }
 
 void finish_sums(const Job& job, int world, std::span<const Shard> shards, std::span<float* const> sums) {
-  if (job.options.op == ReduceOptions::Op::sum) return;
-  const auto divisor = static_cast<float>(world);
-  for (size_t i = 0; i < shards.size(); ++i)
-    for (float* x = sums[i]; x < sums[i] + shards[i].count; ++x) *x /= divisor;
+  const bool mean = job.options.op == ReduceOptions::Op::mean;
+  divide(job.device(), spans_of(shards, sums), mean ? static_cast<float>(world) : 1.0f);
 }
 
 }  // namespace gradwire

@@ -17,9 +17,14 @@ void cuda_throw(cudaError_t code, const char* what) {
 namespace {
 
 struct CudaMemory final : Memory {
-  int index;
-  explicit CudaMemory(int i) : index(i) {}
+  CudaMemory(int i, cudaStream_t s) : index(i), stream(s) {}
+  const int index;
+  const cudaStream_t stream;
+
   void use() const { cuda_throw(cudaSetDevice(index), "cudaSetDevice"); }
+  // Without a stream of one's own there may be work for this memory on any.
+  void settle() const { cuda_throw(stream ? cudaStreamSynchronize(stream) : cudaDeviceSynchronize(), "synchronize"); }
+  bool on_host() const override { return false; }
   void* allocate(size_t bytes) override {
     use();
     void* data = nullptr;
@@ -29,23 +34,44 @@ struct CudaMemory final : Memory {
   void release(void* data) override { cudaFree(data); }
   void zero(void* data, size_t bytes) override {
     use();
-    cuda_throw(cudaMemset(data, 0, bytes), "cudaMemset");
-    cuda_throw(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    cuda_throw(cudaMemsetAsync(data, 0, bytes, stream), "cudaMemsetAsync");
+    settle();
   }
   void to_host(void* host, const void* data, size_t bytes) override {
     use();
-    cuda_throw(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    cuda_throw(cudaMemcpy(host, data, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
+    if (!stream) settle();
+    start_to_host(host, data, bytes);
+    settle();
   }
   void from_host(void* data, const void* host, size_t bytes) override {
+    start_from_host(data, host, bytes);
+    settle();
+  }
+  void* allocate_host(size_t bytes) override {
     use();
-    cuda_throw(cudaMemcpy(data, host, bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
-    cuda_throw(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    void* data = nullptr;
+    cuda_throw(cudaMallocHost(&data, bytes ? bytes : 1), "cudaMallocHost");
+    return data;
+  }
+  void release_host(void* data) override { cudaFreeHost(data); }
+  void start_to_host(void* host, const void* data, size_t bytes) override {
+    use();
+    if (bytes) cuda_throw(cudaMemcpyAsync(host, data, bytes, cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
+  }
+  void start_from_host(void* data, const void* host, size_t bytes) override {
+    use();
+    if (bytes) cuda_throw(cudaMemcpyAsync(data, host, bytes, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
+  }
+  void wait() override {
+    use();
+    cuda_throw(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   }
 };
 
 }  // namespace
 
-std::shared_ptr<Memory> cuda_memory(int index) { return std::make_shared<CudaMemory>(index); }
+std::shared_ptr<Memory> cuda_memory(int index, void* stream) {
+  return std::make_shared<CudaMemory>(index, static_cast<cudaStream_t>(stream));
+}
 
 }  // namespace gradwire

@@ -383,4 +383,12 @@ uint64_t ErrorFeedback::hash() const {
   return XXH64_digest(&hash);
 }
 
+const Device& ErrorFeedback::device() const { return state_->device; }
+
+uint64_t ErrorFeedback::bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& [key, residual] : state_->residuals) bytes += 2 * state_->bytes(residual.count);
+  return bytes;
+}
+
 }  // namespace gradwire

@@ -34,9 +34,10 @@ class Arena {
     bytes_ = div_up(bytes_ + count * sizeof(T), 256) * 256;
     return at;
   }
-  void allocate() {
+  void allocate(cudaStream_t stream) {
+    stream_ = stream;  // not the default one: that would wait for everybody else's
     cuda_throw(cudaMalloc(&base_, bytes_ ? bytes_ : 256), "cudaMalloc");
-    cuda_throw(cudaMemset(base_, 0, bytes_ ? bytes_ : 256), "cudaMemset");
+    cuda_throw(cudaMemsetAsync(base_, 0, bytes_ ? bytes_ : 256, stream_), "cudaMemsetAsync");
   }
   template <class T>
   T* at(size_t offset) const {
@@ -44,12 +45,15 @@ class Arena {
   }
   template <class T>
   void fill(size_t offset, const std::vector<T>& values) {
-    if (!values.empty()) cuda_throw(cudaMemcpy(at<T>(offset), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+    if (values.empty()) return;
+    cuda_throw(cudaMemcpyAsync(at<T>(offset), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice, stream_), "cudaMemcpyAsync");
+    cuda_throw(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");  // `values` may go
   }
 
  private:
   void* base_ = nullptr;
   size_t bytes_ = 0;
+  cudaStream_t stream_ = nullptr;
 };
 
 // Memory of the host that a GPU can write to while the host goes on. Grows only.
@@ -128,7 +132,7 @@ class CudaRunner final : public Runner {
       g.bucket_sums_at = arena_.reserve<unsigned long long>(g.buckets);
       g.bucket_counts_at = arena_.reserve<uint32_t>(g.buckets);
     }
-    arena_.allocate();
+    arena_.allocate(stream_);
     arena_.fill(head_at, head_);
     arena_.fill(gaps_at, gaps);
     arena_.fill(hashes_at, hashes);
@@ -140,7 +144,7 @@ class CudaRunner final : public Runner {
       if (g.scheme.body == Body::fft) arena_.fill(g.twiddles_at, cuda_fft_table());
       arena_.fill(g.table_at, std::vector<float>(g.scheme.table, g.scheme.table + g.scheme.table_size));
     }
-    cuda_throw(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    cuda_throw(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
     device_head_ = arena_.at<std::byte>(head_at);
     device_gaps_ = arena_.at<uint64_t>(gaps_at);
     pointers_ = arena_.at<const void*>(pointers_at);
