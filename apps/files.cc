@@ -30,6 +30,8 @@ void remove_pending(int signal_number) {
   raise(signal_number);
 }
 
+constexpr int kEnding[] = {SIGINT, SIGTERM, SIGHUP};
+
 class Temporary {
  public:
   explicit Temporary(const std::string& path) : path_(path + ".XXXXXX") {
@@ -40,13 +42,16 @@ class Temporary {
     fd_ = mkstemp(path_.data());
     if (fd_ < 0) fail(path, "cannot be written");
     std::memcpy(pending_path, path_.c_str(), path_.size() + 1);
-    for (int number : {SIGINT, SIGTERM, SIGHUP}) signal(number, remove_pending);
+    for (size_t i = 0; i < std::size(kEnding); ++i) {
+      before_[i] = signal(kEnding[i], remove_pending);
+      if (before_[i] != SIG_DFL) signal(kEnding[i], before_[i]);  // the program has something else in mind than to end
+    }
   }
   ~Temporary() {
     if (fd_ >= 0) close(fd_);
     if (!renamed_) unlink(path_.c_str());
     pending_path[0] = '\0';
-    for (int number : {SIGINT, SIGTERM, SIGHUP}) signal(number, SIG_DFL);
+    for (size_t i = 0; i < std::size(kEnding); ++i) signal(kEnding[i], before_[i]);
   }
   int fd() const { return fd_; }
   void rename_to(const std::string& path) {
@@ -61,6 +66,7 @@ class Temporary {
 
  private:
   std::string path_;
+  void (*before_[std::size(kEnding)])(int) = {};
   int fd_ = -1;
   bool renamed_ = false;
 };
