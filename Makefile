@@ -2,7 +2,7 @@
 # The steps of a day's work, each a thin line over CMakePresets.json. Every target that builds first makes sure that
 # the machine has what it needs (tools/setup.sh, under a second when nothing is missing).
 #
-# Variables: JOBS=n   CUDA=OFF   MPI=OFF   PREFIX=/usr/local   FUZZ_SECONDS=n
+# Variables: JOBS=n   CUDA=OFF   MPI=OFF   TORCH=OFF   TORCH_PYTHON=python that has torch   PREFIX=/usr/local   FUZZ_SECONDS=n
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -12,18 +12,21 @@ SHELL := /bin/bash
 JOBS ?= $(shell nproc)
 CUDA ?= ON
 MPI ?= ON
+TORCH ?= ON
+TORCH_PYTHON ?=
+export TORCH TORCH_PYTHON
 PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 600
 
 launcher := $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
-release := -DGRADWIRE_CUDA=$(CUDA) -DGRADWIRE_MPI=$(MPI)
+release := -DGRADWIRE_CUDA=$(CUDA) -DGRADWIRE_MPI=$(MPI) -DGRADWIRE_TORCH=$(TORCH) -DGRADWIRE_TORCH_PYTHON=$(TORCH_PYTHON)
 
 # $(call compile,preset,more arguments of cmake,more arguments of the build)
 compile = cmake --preset $(1) $(launcher) $(2) && cmake --build --preset $(1) -j $(JOBS) $(3)
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
-	@echo "Variables: JOBS=$(JOBS) CUDA=$(CUDA) MPI=$(MPI) PREFIX=$(PREFIX) FUZZ_SECONDS=$(FUZZ_SECONDS)"
+	@echo "Variables: JOBS=$(JOBS) CUDA=$(CUDA) MPI=$(MPI) TORCH=$(TORCH) TORCH_PYTHON=$(TORCH_PYTHON) PREFIX=$(PREFIX) FUZZ_SECONDS=$(FUZZ_SECONDS)"
 
 setup:  ## install what is missing (Debian packages; build/venv for the Python tests)
 	@tools/setup.sh
@@ -31,9 +34,14 @@ setup:  ## install what is missing (Debian packages; build/venv for the Python t
 build: setup  ## the library, the program build/bin/gradwire, the tests and the benchmarks
 	@$(call compile,release,$(release))
 
-demo: setup  ## a compressed all-reduce of a ResNet-50-shaped gradient among 4 workers, per codec
-	@$(call compile,release,$(release),--target bin/gradwire)
+demo: setup  ## train a small network with five codecs, 4 workers each; build/demo/report.html shows how they compare
+	@$(call compile,release,$(release),--target bin/gradwire $(if $(filter OFF,$(TORCH)),,bin/gradwire-train))
+ifeq ($(TORCH),OFF)
 	build/bin/gradwire demo
+else
+	build/bin/gradwire compare --task fashion-mnist --model cnn --workers 4 --epochs 2 --out build/demo \
+	  --codec fp32 --codec qsgd:bits=4 --codec optquant:bits=3 --codec casq:bits=2 --codec dqsgd:budget=4.5
+endif
 
 # The three trees are built before anything runs; then all three run, whatever the first ones say, the main one last.
 test: build  ## the tests; ThreadSanitizer on the engine; 30 s of libFuzzer on the decoders

@@ -21,7 +21,10 @@ enum Exit : int {
   kUnsupported = 5,
   kPeers = 6,
   kDevice = 7,
+  kInterrupted = 130,  // as shells say it of Ctrl-C
 };
+
+struct Interrupted {};  // thrown by a command that was asked to stop, and has
 
 int exit_code_of(const std::exception& error);
 
@@ -37,5 +40,9 @@ void add_bench_threads(CLI::App& bench, Action& action);
 void add_bench_collective(CLI::App& bench, Action& action);
 void add_doctor(CLI::App& app, Action& action);
 void add_demo(CLI::App& app, Action& action);
+void add_report(CLI::App& app, Action& action);
+void add_train(CLI::App& app, Action& action);    // gradwire-train has these two
+void add_compare(CLI::App& app, Action& action);
+void add_handover(CLI::App& app, Action& action, const char* command, const char* meaning);  // to gradwire-train
 
 }  // namespace gradwire::app

@@ -1,132 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-// The program. It parses, runs the chosen command and turns what went wrong into one line on stderr and an exit code:
-// the library only ever throws.
-#include <CLI/CLI.hpp>
-#include <algorithm>
-#include <cstdio>
-#include <exception>
-#include <memory>
-#include <new>
-#include <string>
-
+// The program `gradwire`: its commands. Those that train need libtorch, which takes a while to load and is not everywhere: they are in a
+// program of their own (train_main.cc) that this one hands over to.
 #include "command.h"
-#include "gradwire/error.h"
-#include "options.h"
-
-namespace gradwire::app {
-
-int exit_code_of(const std::exception& error) {
-  const auto* known = dynamic_cast<const Error*>(&error);
-  if (known == nullptr) return kInternal;
-  switch (known->kind()) {
-    case ErrorKind::usage:
-      return kUsage;
-    case ErrorKind::frame:
-      return kBadInput;
-    case ErrorKind::io:
-      return kIo;
-    case ErrorKind::unsupported:
-      return kUnsupported;
-    case ErrorKind::mismatch:
-    case ErrorKind::engine:
-      return kPeers;
-    case ErrorKind::device:
-      return kDevice;
-  }
-  return kInternal;
-}
-
-}  // namespace gradwire::app
+#include "program.h"
 
 namespace {
 
 constexpr char kFooter[] =
     "Examples:\n"
+    "  gradwire train --codec optquant:bits=3             train a small network on Fashion-MNIST with 4 workers\n"
     "  gradwire demo                                      see what each codec does to a ResNet-50 gradient\n"
     "  gradwire encode --codec qsgd:bits=4 g.npy g.gw     and back: gradwire decode g.gw back.npy\n"
     "  gradwire COMMAND --help                            options of one command, with an example\n"
     "\n"
     "Exit codes: 0 done, 1 internal error or failed verification, 2 wrong usage, 3 a frame or .npy file is damaged,\n"
     "4 a file cannot be read or written, 5 this build or machine cannot do it, 6 ranks disagree or a rank is lost,\n"
-    "7 a GPU call failed.";
-
-void complain(std::string text) {
-  std::replace(text.begin(), text.end(), '\n', ' ');
-  while (!text.empty() && (text.back() == ' ' || text.back() == '.')) text.pop_back();
-  std::fprintf(stderr, "gradwire: error: %s\n", text.c_str());
-}
-
-// The innermost command on the line, so that a usage error can point to the right help page.
-const CLI::App& innermost(const CLI::App& app) {
-  const auto chosen = app.get_subcommands();
-  return chosen.empty() ? app : innermost(*chosen.front());
-}
-
-std::string explain(const CLI::App& app, const CLI::ParseError& error) {
-  const CLI::App& command = innermost(app);
-  std::string line = error.what();
-  const auto known = command.get_subcommands([](const CLI::App*) { return true; });
-  if (!known.empty() && command.get_subcommands().empty()) {
-    const std::vector<std::string> words = command.remaining();
-    if (words.empty()) {
-      line = "no command is given; known are";
-    } else if (words.front().starts_with('-')) {
-      line = "option '" + words.front() + "' is unknown; commands are";
-    } else {
-      line = "command is '" + words.front() + "'; known are";
-    }
-    for (const CLI::App* each : known) line += (each == known.front() ? " " : ", ") + each->get_name();
-  }
-  std::string page = command.get_name();
-  for (const CLI::App* up = command.get_parent(); up != nullptr; up = up->get_parent())
-    page = up->get_name() + " " + page;
-  return line + "; see " + page + " --help";
-}
+    "7 a GPU call failed, 130 stopped by Ctrl-C.";
 
 }  // namespace
 
 int main(int argc, char** argv) {
   using namespace gradwire::app;
-  CLI::App app("gradwire compresses what distributed training sends: gradients up, weights down.", "gradwire");
-  auto formatter = std::make_shared<HelpFormatter>();  // commands inherit it
-  formatter->column_width(30);
-  formatter->label("SUBCOMMAND", "COMMAND");
-  formatter->label("Positionals", "Arguments");
-  app.formatter(formatter);
-  app.set_help_flag("-h,--help", "Print this page and exit");
-  app.footer(kFooter);
-  app.set_version_flag("--version", "gradwire " GRADWIRE_VERSION, "Print the version and exit");
-  app.require_subcommand(1);
-  Action action;
-  add_demo(app, action);
-  add_codecs(app, action);
-  add_encode(app, action);
-  add_inspect(app, action);
-  add_decode(app, action);
-  add_bench(app, action);
-  add_doctor(app, action);
-  for (CLI::App* command : app.get_subcommands({})) command->group("Commands");
-
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::Success& asked) {  // --help, --version
-    return app.exit(asked);
-  } catch (const CLI::ParseError& error) {
-    complain(explain(app, error));
-    return kUsage;
-  } catch (const std::exception& error) {
-    complain(error.what());
-    return exit_code_of(error);
-  }
-  try {
-    action();
-    if (std::fflush(stdout) != 0) throw gradwire::Error(gradwire::ErrorKind::io, "standard output cannot be written");
-    return kOk;
-  } catch (const std::bad_alloc&) {
-    complain("out of memory");
-    return kInternal;
-  } catch (const std::exception& error) {
-    complain(error.what());
-    return exit_code_of(error);
-  }
+  return run_program(argc, argv, kFooter, [](CLI::App& app, Action& action) {
+    add_demo(app, action);
+    add_handover(app, action, "train", "Train a model with compressed gradients");
+    add_handover(app, action, "compare", "Train with several codecs and seeds; write a report");
+    add_codecs(app, action);
+    add_encode(app, action);
+    add_inspect(app, action);
+    add_decode(app, action);
+    add_bench(app, action);
+    add_report(app, action);
+    add_doctor(app, action);
+  });
 }

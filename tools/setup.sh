@@ -12,10 +12,13 @@ cd "$(dirname "$0")/.."
 packages=(
   g++ cmake ninja-build make git                                      # to build
   libhwy-dev libxxhash-dev libfmt-dev libcli11-dev nlohmann-json3-dev # to link or include
-  libzstd-dev                                                         # packed files
+  libzstd-dev zlib1g-dev                                              # packed files, data sets
+  dataset-fashion-mnist                                               # what make demo trains on
   libopenmpi-dev openmpi-bin                                          # the mpi engine
   libgtest-dev libkissfft-dev clang libclang-rt-14-dev llvm                          # tests; libFuzzer and its coverage need clang
   python3 python3-venv python3-numpy python3-pytest                   # the tests that are written in Python
+  libjs-chart.js gnuplot-nox                                          # charts in reports, plots for papers
+  chromium chromium-driver python3-selenium                           # the test that looks at a report
 )
 venv=build/venv
 log=build/setup.log
@@ -62,9 +65,14 @@ if ((${#missing[@]})); then
     -o DPkg::Lock::Timeout=300 "${missing[@]}"
 fi
 
-if ! "$venv/bin/python3" -c 'import numpy, pytest' 2>/dev/null; then
+if ! "$venv/bin/python3" -c 'import numpy, pytest, selenium' 2>/dev/null; then
   rm -rf "$venv"
   step "making $venv" /usr/bin/python3 -m venv --system-site-packages "$venv"
-  step "checking $venv" "$venv/bin/python3" -c 'import numpy, pytest'
+  step "checking $venv" "$venv/bin/python3" -c 'import numpy, pytest, selenium'
+fi
+# torch: `gradwire train` and `compare` link its C++ library. A Python that has it already can be named with TORCH_PYTHON; TORCH=OFF does without.
+torch=${TORCH_PACKAGE:-torch==2.13.0}
+if [[ ${TORCH:-ON} != OFF && -z ${TORCH_PYTHON:-} ]] && ! "$venv/bin/python3" -c 'import torch' 2>/dev/null; then
+  step "installing $torch into $venv (for gradwire train; TORCH=OFF does without)" "$venv/bin/python3" -m pip install "$torch"
 fi
 say "ready"

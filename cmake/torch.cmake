@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+# Finds libtorch where users have it: in the `torch` package of a Python. GRADWIRE_TORCH_PYTHON names that Python; else the
+# virtual environment of tools/setup.sh and the python3 on the path are asked. Sets GRADWIRE_HAS_TORCH and makes the target gradwire_torch.
+#
+# The package's own CMake files are not used: they drag in the CUDA toolkit that torch was built with, by names that come and go.
+set(GRADWIRE_TORCH_PYTHON "" CACHE FILEPATH "A Python that has torch")
+set(GRADWIRE_TORCH_STATE "no (no Python with torch found)")
+foreach(python IN ITEMS "${GRADWIRE_TORCH_PYTHON}" "${PROJECT_SOURCE_DIR}/build/venv/bin/python3" python3)
+  if(python STREQUAL "")
+    continue()
+  endif()
+  execute_process(
+    COMMAND ${python} -c "import torch, os; print(os.path.dirname(torch.__file__), torch.__version__, int(torch.compiled_with_cxx11_abi()), sep=';')"
+    OUTPUT_VARIABLE answer ERROR_QUIET OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed)
+  if(failed)
+    continue()
+  endif()
+  list(GET answer 0 torch_home)
+  list(GET answer 1 torch_version)
+  list(GET answer 2 torch_abi)
+  if(NOT torch_abi)
+    set(GRADWIRE_TORCH_STATE "no (torch ${torch_version} was built with the old C++ ABI; 2.6 and newer have the new one)")
+    continue()
+  endif()
+  set(torch_libraries "")
+  foreach(name torch torch_cpu c10)
+    list(APPEND torch_libraries ${torch_home}/lib/lib${name}.so)
+  endforeach()
+  if(EXISTS ${torch_home}/lib/libtorch_cuda.so)  # nobody calls it by name: it registers itself when it is loaded
+    list(APPEND torch_libraries -Wl,--push-state,--no-as-needed ${torch_home}/lib/libtorch_cuda.so ${torch_home}/lib/libc10_cuda.so -Wl,--pop-state)
+  endif()
+  add_library(gradwire_torch INTERFACE)
+  target_include_directories(gradwire_torch SYSTEM INTERFACE ${torch_home}/include ${torch_home}/include/torch/csrc/api/include)
+  target_link_libraries(gradwire_torch INTERFACE ${torch_libraries})
+  target_link_options(gradwire_torch INTERFACE -Wl,--allow-shlib-undefined -Wl,-rpath,${torch_home}/lib)
+  set(GRADWIRE_HAS_TORCH ON)
+  set(GRADWIRE_TORCH_STATE "${torch_version} (${torch_home})")
+  break()
+endforeach()

@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "train/checkpoint.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <torch/autograd.h>
+#include <caffe2/serialize/inline_container.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+#include <torch/csrc/jit/serialization/pickler.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include <xxhash.h>
+
+#include "gradwire/error.h"
+
+namespace gradwire::train {
+namespace {
+
+namespace fs = std::filesystem;
+
+[[noreturn]] void fail(const std::string& path, const char* what) {
+  throw Error(ErrorKind::io, fmt::format("{}: cannot {}: {}", path, what, std::strerror(errno)), "checkpoint");
+}
+
+struct File {
+  explicit File(int d) : descriptor(d) {}
+  ~File() {
+    if (descriptor >= 0) ::close(descriptor);
+  }
+  int descriptor;
+};
+
+void sync(const std::string& path) {
+  const File file(::open(path.c_str(), O_RDONLY));
+  if (file.descriptor < 0 || ::fsync(file.descriptor) != 0) fail(path, "be brought to disk");
+}
+
+void write(const std::string& path, std::string_view bytes) {
+  const File file(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+  if (file.descriptor < 0) fail(path, "be created");
+  while (!bytes.empty()) {
+    const ssize_t written = ::write(file.descriptor, bytes.data(), bytes.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) fail(path, "be written");
+    bytes.remove_prefix(static_cast<size_t>(written));
+  }
+  if (::fsync(file.descriptor) != 0) fail(path, "be brought to disk");
+}
+
+std::string read(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) fail(path, "be read");
+  std::string bytes(static_cast<size_t>(fs::file_size(path)), '\0');
+  if (!file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()))) fail(path, "be read");
+  return bytes;
+}
+
+std::string hash_of(std::string_view bytes) { return fmt::format("{:016x}", XXH3_64bits(bytes.data(), bytes.size())); }
+
+nlohmann::json parse(const std::string& path, const std::string& text) {
+  try {
+    return nlohmann::json::parse(text);
+  } catch (const nlohmann::json::exception& error) {
+    throw Error(ErrorKind::frame, fmt::format("{}: damaged: {}", path, error.what()), "checkpoint");
+  }
+}
+
+// The bytes of a file of a checkpoint, once they are known to be those that were written.
+std::string read_checked(const std::string& folder, const std::string& name) {
+  const std::string manifest_path = folder + "/manifest.json", path = folder + "/" + name;
+  const nlohmann::json manifest = parse(manifest_path, read(manifest_path));
+  if (!manifest.contains(name)) throw Error(ErrorKind::frame, fmt::format("{}: is not in the checkpoint's manifest", path), "checkpoint");
+  std::string bytes = read(path);
+  const nlohmann::json& entry = manifest[name];
+  if (bytes.size() != entry.value("bytes", uint64_t{0}) || hash_of(bytes) != entry.value("hash", ""))
+    throw Error(ErrorKind::frame, fmt::format("{}: damaged: {} bytes with hash {}, the manifest says {}", path, bytes.size(), hash_of(bytes), entry.dump()),
+                "checkpoint");
+  return bytes;
+}
+
+// A dictionary of tensors as Python's torch.save writes it. torch::pickle_save would also note the dictionary's C++ type, which torch.load refuses
+// unless it is told to trust the file.
+std::string pack(const TensorMap& tensors) {
+  c10::impl::GenericDict dictionary(c10::StringType::get(), c10::TensorType::get());
+  for (const auto& [name, tensor] : tensors) dictionary.insert(name, tensor.detach().to(torch::kCPU).contiguous());
+  std::string pickled, bytes;
+  torch::jit::Pickler pickler([&](const char* data, size_t size) { pickled.append(data, size); }, nullptr, nullptr, nullptr, nullptr, false);
+  pickler.protocol();
+  pickler.pushIValue(dictionary);
+  pickler.stop();
+  caffe2::serialize::PyTorchStreamWriter zip([&](const void* data, size_t size) {
+    bytes.append(static_cast<const char*>(data), size);
+    return size;
+  });
+  zip.writeRecord("data.pkl", pickled.data(), pickled.size());
+  size_t number = 0;
+  for (const at::Tensor& tensor : pickler.tensorData()) {
+    const auto data = torch::jit::getWriteableTensorData(tensor);
+    zip.writeRecord(fmt::format("data/{}", number++), data.data(), data.sizeInBytes());
+  }
+  zip.writeEndOfFile();
+  return bytes;
+}
+
+void unpack(const std::string& path, const std::string& bytes, const TensorMap& tensors) {
+  const auto stored = torch::jit::pickle_load({bytes.begin(), bytes.end()}).toGenericDict();
+  torch::NoGradGuard no_grad;
+  const auto refuse = [&](const std::string& why) {
+    throw Error(ErrorKind::frame, fmt::format("{}: {}: the checkpoint is of another model", path, why), "checkpoint");
+  };
+  if (stored.size() != tensors.size()) refuse(fmt::format("has {} tensors, the model needs {}", stored.size(), tensors.size()));
+  for (const auto& [name, tensor] : tensors) {
+    const auto found = stored.find(name);
+    if (found == stored.end()) refuse(fmt::format("has no tensor '{}'", name));
+    const torch::Tensor value = found->value().toTensor();
+    if (value.sizes() != tensor.sizes() || value.scalar_type() != tensor.scalar_type()) refuse(fmt::format("tensor '{}' has another shape or type", name));
+    torch::Tensor(tensor).copy_(value);
+  }
+}
+
+std::string buffers_file(int rank) { return fmt::format("rank-{}.pt", rank); }
+std::string residuals_file(int rank, size_t bucket) { return fmt::format("rank-{}-bucket-{}.residuals", rank, bucket); }
+constexpr const char* kWeights = "weights.pt";
+constexpr const char* kState = "state.json";
+constexpr const char* kManifest = "manifest.json";
+
+}  // namespace
+
+void save_tensors(const std::string& path, const TensorMap& tensors) {
+  const std::string unfinished = path + ".unfinished";
+  try {
+    write(unfinished, pack(tensors));
+    if (std::rename(unfinished.c_str(), path.c_str()) != 0) fail(path, "be renamed to");
+  } catch (...) {
+    ::unlink(unfinished.c_str());
+    throw;
+  }
+}
+
+Checkpoints::Checkpoints(std::string directory, Control& control) : directory_(std::move(directory)), control_(control) {
+  control_.together([&] {
+    if (control_.rank() != 0) return;
+    std::error_code error;
+    fs::create_directories(directory_, error);
+    if (error) throw Error(ErrorKind::io, fmt::format("{}: cannot be made: {}", directory_, error.message()), "checkpoint");
+    for (const auto& entry : fs::directory_iterator(directory_))  // what a killed run left
+      if (entry.path().filename().string().starts_with("unfinished-")) fs::remove_all(entry.path());
+  });
+}
+
+std::string Checkpoints::path_of(uint64_t step) const { return fmt::format("{}/step-{:09}", directory_, step); }
+
+std::optional<uint64_t> Checkpoints::newest() const {
+  std::optional<uint64_t> best;
+  for (const auto& entry : fs::directory_iterator(directory_)) {
+    const std::string name = entry.path().filename().string();
+    uint64_t step = 0;
+    if (std::sscanf(name.c_str(), "step-%lu", &step) == 1 && fs::exists(entry.path() / kManifest)) best = std::max(best.value_or(0), step);
+  }
+  return best;
+}
+
+void Checkpoints::save(uint64_t step, const nlohmann::json& state, const TensorMap& weights, const TensorMap& buffers, Exchange& exchange) {
+  const int rank = control_.rank();
+  const std::string folder = fmt::format("{}/unfinished-{}", directory_, step), final = path_of(step);
+  try {
+    control_.together([&] {
+      if (rank != 0) return;
+      fs::remove_all(folder);
+      if (std::error_code error; !fs::create_directory(folder, error))
+        throw Error(ErrorKind::io, fmt::format("{}: cannot be made: {}", folder, error.message()), "checkpoint");
+    });
+    control_.together([&] {
+      write(folder + "/" + buffers_file(rank), pack(buffers));
+      for (size_t k = 0; k < exchange.buckets(); ++k) exchange.feedback(k).save(folder + "/" + residuals_file(rank, k));
+      if (rank != 0) return;
+      write(folder + "/" + kWeights, pack(weights));
+      write(folder + "/" + kState, state.dump(1));
+    });
+    control_.together([&] {
+      if (rank != 0) return;
+      nlohmann::json manifest;
+      for (const auto& entry : fs::directory_iterator(folder)) {
+        const std::string bytes = read(entry.path().string());
+        manifest[entry.path().filename().string()] = {{"bytes", bytes.size()}, {"hash", hash_of(bytes)}};
+      }
+      for (int p = 0; p < control_.size(); ++p)
+        if (!manifest.contains(buffers_file(p)))
+          throw Error(ErrorKind::io, fmt::format("{}: {} is not there: do all workers see one file system?", folder, buffers_file(p)), "checkpoint");
+      write(folder + "/" + kManifest, manifest.dump(1));
+      sync(folder);
+      fs::remove_all(final);
+      if (std::rename(folder.c_str(), final.c_str()) != 0) fail(final, "be renamed to");
+      sync(directory_);
+      prune();
+    });
+  } catch (const Error& error) {
+    std::error_code ignored;
+    if (rank == 0) fs::remove_all(folder, ignored);
+    const std::optional<uint64_t> last = newest();
+    throw Error(error.kind(), fmt::format("{} ({})", error.what(), last ? fmt::format("the checkpoint of step {} is whole", *last) : "there is no older checkpoint"),
+                "checkpoint", error.rank());
+  }
+}
+
+void Checkpoints::prune() const {
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(directory_))
+    if (entry.path().filename().string().starts_with("step-")) names.push_back(entry.path().string());
+  std::sort(names.begin(), names.end());
+  for (size_t i = 0; i + 2 < names.size(); ++i) fs::remove_all(names[i]);
+}
+
+nlohmann::json Checkpoints::state(uint64_t step) const { return parse(path_of(step) + "/" + kState, read_checked(path_of(step), kState)); }
+
+void Checkpoints::load(uint64_t step, const TensorMap& weights, const TensorMap& buffers, Exchange& exchange) {
+  const std::string folder = path_of(step), own = buffers_file(control_.rank());
+  control_.together([&] {
+    unpack(folder + "/" + kWeights, read_checked(folder, kWeights), weights);
+    unpack(folder + "/" + own, read_checked(folder, own), buffers);
+    for (size_t k = 0; k < exchange.buckets(); ++k) {
+      const std::string name = residuals_file(control_.rank(), k);
+      read_checked(folder, name);
+      exchange.load_feedback(k, folder + "/" + name);
+    }
+  });
+}
+
+}  // namespace gradwire::train

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checkpoints: one directory a saved step, DIR/step-000000468, with
+//
+//   state.json             the settings, the step, and what was measured so far
+//   weights.pt             parameters and the optimiser's state: alike on all ranks, written by rank 0
+//   rank-2.pt              the buffers of rank 2 (BatchNorm's statistics differ between workers)
+//   rank-2-bucket-0.residuals   what rank 2 still owes, and what its codecs have learned
+//   manifest.json          size and hash of each of these, written last
+//
+// It is written under another name and renamed when it is complete and on disk: a run killed at any moment, or a full disk, leaves the
+// checkpoints before it as they were. The two newest are kept. Workers in several processes must see one file system.
+#pragma once
+
+#include <torch/types.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+
+#include "train/control.h"
+#include "train/exchange.h"
+
+namespace gradwire::train {
+
+using TensorMap = std::map<std::string, torch::Tensor>;
+
+class Checkpoints {
+ public:
+  Checkpoints(std::string directory, Control& control);
+
+  std::optional<uint64_t> newest() const;  // the last saved step
+  // Collective.
+  void save(uint64_t step, const nlohmann::json& state, const TensorMap& weights, const TensorMap& buffers, Exchange& exchange);
+
+  nlohmann::json state(uint64_t step) const;
+  // Collective. Fills tensors that have the names and shapes that were saved, and the residuals; Error{frame} names the file that is damaged or of another
+  // model.
+  void load(uint64_t step, const TensorMap& weights, const TensorMap& buffers, Exchange& exchange);
+
+ private:
+  std::string path_of(uint64_t step) const;
+  void prune() const;
+
+  std::string directory_;
+  Control& control_;
+};
+
+// A file for Python's torch.load: a dictionary of tensors by name.
+void save_tensors(const std::string& path, const TensorMap& tensors);
+
+}  // namespace gradwire::train

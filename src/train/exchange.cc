@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "train/exchange.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/autograd.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <functional>
+
+#include "gradwire/error.h"
+
+namespace gradwire::train {
+namespace {
+
+NamedTensor describe(const NamedParameter& parameter) {
+  return {.name = parameter.name,
+          .count = static_cast<uint64_t>(parameter.tensor.numel()),
+          .dtype = DType::f32,
+          .dimensions = static_cast<int>(parameter.tensor.dim())};
+}
+
+c10::Stream new_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device); }
+
+// What `later` does from now on comes after what `earlier` was told so far.
+void order_streams(const c10::Stream& earlier, const c10::Stream& later) {
+  c10::Event event(earlier.device_type());
+  event.record(earlier);
+  event.block(later);
+}
+
+struct Hook final : torch::autograd::PostAccumulateGradHook {
+  explicit Hook(std::function<void()> what) : call(std::move(what)) {}
+  void operator()(const torch::autograd::Variable&) override { call(); }
+  std::function<void()> call;
+};
+
+}  // namespace
+
+struct Exchange::Bucket {
+  std::vector<size_t> parameters;
+  std::optional<c10::Stream> stream;
+  std::unique_ptr<Reducer> reducer;
+  size_t missing = 0;
+  Handle handle;
+};
+
+Exchange::Exchange(Engine& engine, std::vector<NamedParameter> parameters, const ReduceOptions& options, double bucket_bytes,
+                   std::optional<c10::Stream> stream)
+    : engine_(engine), parameters_(std::move(parameters)), options_(options), stream_(stream), bucket_of_(parameters_.size()) {
+  double filled = 0;
+  for (size_t i = parameters_.size(); i-- > 0;) {
+    const double bytes = 4.0 * static_cast<double>(parameters_[i].tensor.numel());
+    if (buckets_.empty() || filled + bytes > bucket_bytes) {
+      buckets_.push_back(std::make_unique<Bucket>());
+      filled = 0;
+    }
+    filled += bytes;
+    buckets_.back()->parameters.push_back(i);
+    bucket_of_[i] = buckets_.size() - 1;
+    elements_ += static_cast<uint64_t>(parameters_[i].tensor.numel());
+  }
+  for (auto& bucket : buckets_) {
+    std::vector<NamedTensor> tensors;
+    for (size_t i : bucket->parameters) tensors.push_back(describe(parameters_[i]));
+    ReduceOptions own = options_;
+    if (stream_) {
+      bucket->stream = new_stream(stream_->device());
+      own.device.stream = bucket->stream->native_handle();
+    }
+    bucket->reducer = std::make_unique<Reducer>(engine_, tensors, own);
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    auto hook = std::make_unique<Hook>([this, i] { gradient_ready(i); });
+    torch::autograd::impl::set_post_acc_grad_hooks(parameters_[i].tensor, std::move(hook));
+  }
+}
+
+Exchange::~Exchange() {
+  for (const NamedParameter& parameter : parameters_) torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, nullptr);
+}
+
+void Exchange::begin(uint64_t step, double loss_scale, double rate, bool overlap) {
+  step_ = step;
+  loss_scale_ = loss_scale;
+  overlap_ = overlap;
+  next_ = 0;
+  for (auto& bucket : buckets_) {
+    bucket->missing = bucket->parameters.size();
+    bucket->reducer->set_rate(rate);
+  }
+}
+
+void Exchange::gradient_ready(size_t parameter) {
+  if (!overlap_) return;
+  Bucket& own = *buckets_[bucket_of_[parameter]];
+  if (own.missing > 0) --own.missing;
+  while (next_ < buckets_.size() && buckets_[next_]->missing == 0) send(*buckets_[next_++]);
+}
+
+void Exchange::send(Bucket& bucket) {
+  std::vector<const void*> in;
+  std::vector<void*> out;
+  for (size_t i : bucket.parameters) {
+    const torch::Tensor& gradient = parameters_[i].tensor.grad();
+    GW_CHECK(gradient.defined() && gradient.is_contiguous() && gradient.scalar_type() == torch::kFloat32);
+    in.push_back(gradient.data_ptr());
+    out.push_back(gradient.data_ptr());
+  }
+  if (bucket.stream) {
+    // Autograd may add gradients up on another stream than the worker's: come after both.
+    order_streams(*stream_, *bucket.stream);
+    const c10::Stream here = c10::impl::VirtualGuardImpl(stream_->device_type()).getStream(stream_->device());
+    if (here != *stream_) order_streams(here, *bucket.stream);
+  }
+  bucket.handle = bucket.reducer->start(step_, in, out, static_cast<float>(loss_scale_));
+}
+
+void Exchange::finish() {
+  overlap_ = false;
+  while (next_ < buckets_.size()) send(*buckets_[next_++]);
+  for (auto& bucket : buckets_) bucket->handle.wait();
+}
+
+void Exchange::commit() {
+  for (auto& bucket : buckets_) bucket->reducer->commit(step_);
+}
+
+void Exchange::rollback() {
+  for (auto& bucket : buckets_) bucket->reducer->rollback(step_);
+}
+
+std::vector<torch::Tensor> Exchange::exact_means(Engine& engine, uint64_t step) const {
+  ReduceOptions options = options_;
+  options.method = ReduceOptions::Method::scatter;
+  options.up = "fp32";
+  options.down = "fp32";
+  std::vector<NamedTensor> tensors;
+  std::vector<torch::Tensor> means;
+  std::vector<const void*> in;
+  std::vector<void*> out;
+  for (const NamedParameter& parameter : parameters_) {
+    tensors.push_back(describe(parameter));
+    means.push_back(torch::empty_like(parameter.tensor.grad()));
+    in.push_back(parameter.tensor.grad().data_ptr());
+    out.push_back(means.back().data_ptr());
+  }
+  std::optional<c10::Stream> stream;
+  if (stream_) {
+    stream = new_stream(stream_->device());
+    order_streams(*stream_, *stream);
+    options.device.stream = stream->native_handle();
+  }
+  Reducer reducer(engine, tensors, options);
+  reducer.run(step, in, out, static_cast<float>(loss_scale_));
+  reducer.commit(step);
+  return means;
+}
+
+double Exchange::bits() const {
+  uint64_t bytes = 0;
+  for (const auto& bucket : buckets_) {
+    const std::vector<Codec> codecs = bucket->reducer->codecs(Side::up);
+    for (size_t k = 0; k < codecs.size(); ++k)
+      bytes += codecs[k].bytes(static_cast<uint64_t>(parameters_[bucket->parameters[k]].tensor.numel()));
+  }
+  return 8.0 * static_cast<double>(bytes) / static_cast<double>(std::max<uint64_t>(1, elements_));
+}
+
+ReduceTimes Exchange::times() const {
+  ReduceTimes sum;
+  for (const auto& bucket : buckets_) {
+    const ReduceTimes own = bucket->reducer->times();
+    sum.encode += own.encode;
+    sum.wait += own.wait;
+    sum.decode += own.decode;
+  }
+  return sum;
+}
+
+ReduceMemory Exchange::memory() const {
+  ReduceMemory sum;
+  for (const auto& bucket : buckets_) {
+    const ReduceMemory own = bucket->reducer->memory();
+    sum.residuals += own.residuals;
+    sum.messages += own.messages;
+    sum.sums += own.sums;
+  }
+  return sum;
+}
+
+const ErrorFeedback& Exchange::feedback(size_t bucket) const { return buckets_[bucket]->reducer->feedback(); }
+
+void Exchange::load_feedback(size_t bucket, const std::string& path) {
+  ErrorFeedback& own = buckets_[bucket]->reducer->feedback();
+  own = ErrorFeedback::load(path, own.device());
+}
+
+std::vector<Exchange::Learned> Exchange::learned() const {
+  std::vector<Learned> all;
+  const bool scatter = options_.method == ReduceOptions::Method::scatter;
+  for (Side side : {Side::up, Side::down}) {
+    if (side == Side::down && !scatter) break;
+    for (const auto& bucket : buckets_) {
+      const std::vector<Codec> codecs = bucket->reducer->codecs(side);
+      for (size_t k = 0; k < codecs.size(); ++k) {
+        if (codecs[k].table().empty()) continue;
+        auto known = std::find_if(all.begin(), all.end(), [&](const Learned& one) { return one.side == side && one.codec == codecs[k]; });
+        if (known == all.end()) known = all.insert(all.end(), Learned{side, codecs[k], {}});
+        known->tensors.push_back(parameters_[bucket->parameters[k]].name);
+      }
+    }
+  }
+  return all;
+}
+
+}  // namespace gradwire::train

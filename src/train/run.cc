@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "train/run.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+#include <sys/resource.h>
+#include <torch/cuda.h>
+#include <torch/version.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <thread>
+
+#include "gradwire/error.h"
+#include "train/worker.h"
+
+namespace gradwire::train {
+namespace {
+
+int cores() { return std::max(1, static_cast<int>(std::thread::hardware_concurrency())); }
+
+void check_device(const Settings& settings) {
+  if (settings.device != "cuda") return;
+  const char* missing = !torch::cuda::is_available() ? "this torch sees no GPU" : cuda_devices() == 0 ? "this build has no CUDA codecs, or no GPU" : nullptr;
+  if (missing) throw Error(ErrorKind::unsupported, fmt::format("--device cuda: {}; see gradwire doctor", missing), "device");
+}
+
+void set_determinism(bool deterministic) {
+  at::globalContext().setBenchmarkCuDNN(!deterministic);
+  at::globalContext().setDeterministicCuDNN(deterministic);
+  at::globalContext().setDeterministicAlgorithms(deterministic, false);
+  if (deterministic) setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);
+}
+
+uint64_t peak_bytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<uint64_t>(usage.ru_maxrss) * 1024;
+}
+
+std::string processor() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);)
+    if (line.starts_with("model name")) return line.substr(std::min(line.size(), line.find(':') + 2));
+  return "processor";
+}
+
+}  // namespace
+
+std::string machine() {
+  return fmt::format("{} x {}{}, torch {}", cores(), processor(), torch::cuda::is_available() ? ", " + cuda_description() : "", TORCH_VERSION);
+}
+
+nlohmann::json run(const Job& job, Engine* engine) {
+  const Settings& settings = job.settings;
+  settings.check();
+  check_device(settings);
+  set_determinism(settings.deterministic);
+  if (engine && engine->size() != settings.workers)
+    throw Error(ErrorKind::usage, fmt::format("workers is {}; {} processes were started", settings.workers, engine->size()), "workers");
+  // Workers in other processes have the machine to themselves as far as one can know: one thread each unless told.
+  const int threads = settings.threads > 0 ? settings.threads : engine ? 1 : std::max(1, cores() / settings.workers);
+
+  nlohmann::json record;
+  const auto work = [&](Engine& own) {
+    at::set_num_threads(threads);
+    nlohmann::json result = Worker(own, job).train();
+    if (own.rank() == 0) record = std::move(result);
+  };
+  if (engine)
+    work(*engine);
+  else
+    run_loopback(settings.workers, work);
+  if (!record.is_null()) {
+    record["machine"] = machine();
+    record["memory"]["peak"] = peak_bytes();
+  }
+  return record;
+}
+
+}  // namespace gradwire::train

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "train/settings.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+
+#include "gradwire/error.h"
+
+namespace gradwire::train {
+namespace {
+
+void refuse(const char* field, const std::string& value, const std::string& allowed) {
+  throw Error(ErrorKind::usage, fmt::format("{} is {}; allowed is {}", field, value, allowed), field);
+}
+
+void check_choice(const char* field, const std::string& value, std::initializer_list<const char*> allowed) {
+  if (std::find(allowed.begin(), allowed.end(), value) == allowed.end())
+    refuse(field, "'" + value + "'", fmt::format("{}", fmt::join(allowed, ", ")));
+}
+
+void check_range(const char* field, double value, double least, double most) {
+  if (!(value >= least && value <= most)) refuse(field, fmt::format("{}", value), fmt::format("{} to {}", least, most));
+}
+
+}  // namespace
+
+TaskOptions Settings::task_options(const std::string& directory) const {
+  return {.directory = directory, .length = length, .vocabulary = vocabulary, .words = words, .limit = limit};
+}
+
+std::string Settings::up() const {
+  if (rules.empty()) return codec;
+  return fmt::format("{}{}*={}", rules, rules.ends_with(';') ? "" : ";", codec);
+}
+
+ReduceOptions Settings::reduce_options() const {
+  using Feedback = ReduceOptions::Feedback;
+  ReduceOptions options;
+  options.method = collective == "gather" ? ReduceOptions::Method::gather : ReduceOptions::Method::scatter;
+  options.up = up();
+  options.down = down;
+  options.feedback = feedback == "codec" ? Feedback::codec : feedback == "on" ? Feedback::on : Feedback::off;
+  if (feedback == "off") options.owner_feedback = Feedback::off;
+  options.seed = seed;
+  return options;
+}
+
+uint64_t Settings::steps_per_epoch(uint64_t samples) const {
+  return samples / (static_cast<uint64_t>(batch) * static_cast<uint64_t>(accumulate) * static_cast<uint64_t>(workers));
+}
+
+uint64_t Settings::total_steps(uint64_t samples) const {
+  const uint64_t all = steps_per_epoch(samples) * static_cast<uint64_t>(epochs);
+  return steps == 0 ? all : std::min(all, steps);
+}
+
+void Settings::check() const {
+  check_choice("device", device, {"cpu", "cuda"});
+  check_choice("precision", precision, {"fp32", "bf16", "fp16"});
+  check_choice("collective", collective, {"gather", "scatter"});
+  check_choice("feedback", feedback, {"codec", "on", "off"});
+  check_choice("optimizer", optimizer, {"sgd", "adam", "adamw"});
+  check_choice("schedule", schedule, {"constant", "step", "cosine"});
+  check_range("workers", workers, 1, 1024);
+  check_range("epochs", epochs, 1, 1e6);
+  check_range("batch", batch, 1, 1e6);
+  check_range("accumulate", accumulate, 1, 1e4);
+  check_range("threads", threads, 0, 1024);
+  check_range("bucket-mb", bucket_mb, 0.001, 1e5);
+  check_range("rate", rate, 0, 1e6);
+  check_range("momentum", momentum, 0, 1);
+  check_range("weight-decay", weight_decay, 0, 1e3);
+  check_range("clip", clip, 0, 1e30);
+  check_range("warmup", warmup, 0, epochs);
+  check_range("drop", drop, 0, 1);
+  check_range("dropout", dropout, 0, 0.99);
+  if (precision != "fp32" && device == "cpu") refuse("precision", precision + " on the CPU", "fp32 there; bf16 and fp16 need --device cuda");
+  if (schedule == "step" && drop_at.empty()) refuse("drop-at", "empty", "at least one epoch with --schedule step");
+  if (schedule != "step" && !drop_at.empty()) refuse("drop-at", "given", "only --schedule step");
+  if (collective == "gather" && !down.empty()) refuse("down", "'" + down + "'", "only --collective scatter, which sends means down");
+  Rules::parse(up());
+  if (!down.empty()) Rules::parse(down);
+}
+
+double rate_at(const Settings& settings, uint64_t step, uint64_t epoch, uint64_t total) {
+  const double warm = settings.warmup * static_cast<double>(epoch), at = static_cast<double>(step);
+  if (at < warm) return settings.rate * (at + 1) / warm;
+  if (settings.schedule == "cosine") {
+    const double left = std::max(1.0, static_cast<double>(total) - warm);
+    return settings.rate * 0.5 * (1 + std::cos(std::numbers::pi * (at - warm) / left));
+  }
+  double rate = settings.rate;
+  for (double drop : settings.drop_at)
+    if (at >= drop * static_cast<double>(epoch)) rate *= settings.drop;
+  return rate;
+}
+
+}  // namespace gradwire::train

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// One worker of a run: the training loop, top to bottom, in worker.cc. All workers start from the same weights, see their own samples,
+// exchange gradients, and take the same steps: their weights are bit-identical at every step.
+#pragma once
+
+#include <c10/core/Stream.h>
+#include <torch/types.h>
+
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "train/batches.h"
+#include "train/checkpoint.h"
+#include "train/control.h"
+#include "train/exchange.h"
+#include "train/models.h"
+#include "train/optimizer.h"
+#include "train/run.h"
+#include "train/settings.h"
+
+namespace gradwire::train {
+
+// What is not finite in a step is answered by leaving the step out; with fp16 also by a smaller loss scale.
+struct LossScale {
+  double value = 1;
+  uint64_t good = 0;  // steps since it last changed
+  bool moves = false;
+
+  void fine();
+  void overflowed();
+};
+
+class Worker {
+ public:
+  Worker(Engine& engine, const Job& job);
+  // Trains to the end, or until somebody stops it. Returns the record of the run (docs/training.md), on every rank.
+  nlohmann::json train();
+
+ private:
+  struct Sums {  // of the epoch so far, this worker's own
+    double loss = 0;
+    uint64_t labels = 0, right = 0;
+  };
+  struct Score {  // of a batch; on a GPU perhaps not computed yet
+    torch::Tensor loss, right;
+    uint64_t labels;
+  };
+  struct Seconds {  // so far
+    double wall = 0, compute = 0, wait = 0;
+    ReduceTimes codec;
+  };
+  // What workers tell each other after each step.
+  struct Pulse {
+    Sums sums;
+    Seconds seconds;
+    uint64_t bytes_sent, weights;
+    bool stop;
+  };
+
+  void step();
+  Score score_of(const Batch& batch);
+  static void add(Sums& sums, const Score& score);
+  void take_step(double rate);
+  void measure_layers(const std::vector<torch::Tensor>& exact);
+  std::pair<double, double> evaluate();  // loss, accuracy
+  void end_epoch();
+  void begin_or_resume();
+  void save();
+  nlohmann::json record() const;
+  nlohmann::json learned() const;
+  Pulse pulse() const;
+  uint64_t weights_hash() const;
+  void compare_weights(const std::vector<uint64_t>& hashes) const;
+  TensorMap parameters() const;
+  TensorMap buffers() const;
+  TensorMap weights() const;  // parameters and the optimiser's state
+  Device codec_device() const;
+  void tell(nlohmann::json event) const;
+  void tell_step(const std::vector<Pulse>& all);
+
+  Engine& engine_;
+  Job job_;
+  const Settings& settings_;
+  Control control_;
+  torch::Device device_;
+  std::optional<c10::Stream> stream_;  // on a GPU every worker has its own
+  std::shared_ptr<Noise> noise_;
+  std::shared_ptr<Model> model_;
+  Batches batches_;
+  std::unique_ptr<Optimizer> optimizer_;
+  std::unique_ptr<Exchange> exchange_;
+  std::unique_ptr<Checkpoints> checkpoints_;
+
+  uint64_t total_ = 0;                  // steps
+  uint64_t step_ = 0;                   // that comes next
+  uint64_t skipped_ = 0;
+  std::optional<uint64_t> saved_;       // the step of the newest checkpoint
+  LossScale scale_;
+  Sums sums_;
+  Sums told_;                           // all workers', as of the last event of a step
+  Seconds seconds_;
+  uint64_t sent_before_ = 0;            // bytes, before this process
+  Seconds seconds_before_;
+  double bits_sum_ = 0;                 // of this epoch
+  bool stopping_ = false;
+  nlohmann::json epochs_, bits_, layers_;  // measured so far
+};
+
+}  // namespace gradwire::train
