@@ -5,14 +5,18 @@
 #include <fmt/format.h>
 
 #include <filesystem>
+#include <map>
 #include <memory>
+#include <set>
 
 #include <xxhash.h>
 
 #include "command.h"
 #include "files.h"
+#include "gradwire/error.h"
 #include "options.h"
 #include "report.h"
+#include "report_run.h"
 #include "train/run.h"
 #include "training.h"
 
@@ -54,13 +58,36 @@ std::vector<train::Settings> runs_of(const CompareOptions& options) {
   return list;
 }
 
-std::optional<nlohmann::json> finished_run(const std::string& path) {
+// A record that is damaged or of other settings is as good as none: the run is done again.
+std::optional<nlohmann::json> finished_run(const std::string& path, const train::Settings& settings) {
   if (!fs::exists(path)) return std::nullopt;
   const std::vector<std::byte> bytes = read_file(path);
   const char* text = reinterpret_cast<const char*>(bytes.data());
   nlohmann::json record = nlohmann::json::parse(text, text + bytes.size(), nullptr, false);
-  if (record.is_discarded() || !record.is_object() || !record.value("finished", false)) return std::nullopt;
+  if (!record.is_object() || !record.contains("settings") || record["settings"] != nlohmann::json(settings)) return std::nullopt;
+  try {
+    if (!parse_run(record).finished) return std::nullopt;
+  } catch (const Error&) {
+    return std::nullopt;
+  }
   return record;
+}
+
+// Twice the same would be noticed by the report, after the training.
+void expect_different(const CompareOptions& options) {
+  std::map<std::string, std::string> codecs;
+  for (const std::string& codec : options.codecs) {
+    const auto [known, added] = codecs.emplace(Rules::parse(codec).str(), codec);
+    if (!added) throw Error(ErrorKind::usage, fmt::format("codec is '{}' and '{}', which are the same; give each once", known->second, codec), "codec");
+  }
+  if (std::set(options.collectives.begin(), options.collectives.end()).size() < options.collectives.size())
+    throw Error(ErrorKind::usage, fmt::format("collective is '{}' twice; give each once", options.collectives.front()), "collective");
+}
+
+void make_folder(const std::string& folder) {
+  std::error_code error;
+  fs::create_directories(folder, error);
+  if (error) throw Error(ErrorKind::io, fmt::format("{}: cannot be made: {}", folder, error.message()), "out");
 }
 
 void write_text(const std::string& path, const std::string& text) {
@@ -72,6 +99,7 @@ void compare(const CompareOptions& options, Engine* engine) {
   const std::atomic<bool>& stop = catch_interrupts();
   const bool leads = !engine || engine->rank() == 0;
   const std::vector<train::Settings> list = runs_of(options);
+  expect_different(options);
   const train::Task task = train::load_task(list[0].task, list[0].task_options(options.training.places.data));
   std::vector<nlohmann::json> records;
   bool stopped = false;
@@ -79,7 +107,7 @@ void compare(const CompareOptions& options, Engine* engine) {
     const train::Settings& settings = list[i];
     const std::string folder = options.out + "/runs/" + folder_of(settings), path = folder + "/run.json";
     std::optional<nlohmann::json> done;
-    if (leads) done = finished_run(path);
+    if (leads) done = finished_run(path, settings);
     auto known = static_cast<std::byte>(done.has_value());
     if (engine) engine->broadcast({&known, 1}, 0).wait();
     if (known == std::byte{1}) {
@@ -90,7 +118,7 @@ void compare(const CompareOptions& options, Engine* engine) {
     train::Places places = options.training.places;
     places.checkpoint = folder + "/checkpoint";
     places.resume = true;
-    if (leads) fs::create_directories(folder);
+    if (leads) make_folder(folder);
     Narrator narrator(options.training.json);
     narrator.prefix(fmt::format("run {}/{}: ", i + 1, list.size()));
     if (leads && !options.training.json) print(fmt::format("{}run {} of {}, seed {}: ", i > 0 ? "\n" : "", i + 1, list.size(), settings.seed));

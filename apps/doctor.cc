@@ -28,27 +28,12 @@ std::string processor() {
   return "unknown";
 }
 
-// The version of torch that python3 imports; empty if there is none. Bounded: a broken installation may hang.
-std::string torch_version() {
-  FILE* pipe = popen("timeout 30 python3 -c 'import torch; print(torch.__version__)' 2>/dev/null", "r");
-  if (pipe == nullptr) return {};
-  char line[128] = {};
-  const bool read = fgets(line, sizeof(line), pipe) != nullptr;
-  const int status = pclose(pipe);
-  std::string version = read && status == 0 ? line : "";
-  while (!version.empty() && version.back() == '\n') version.pop_back();
-  return version;
-}
-
 struct Missing {
   std::string what, line;
 };
 
 void doctor(bool json) {
-  Progress progress;
-  progress.show("looking for torch ...");
-  const std::string torch = torch_version();
-  progress.clear();
+  const std::string torch = GRADWIRE_TORCH_VERSION;
   const std::vector<std::string> simd = simd_targets();
   const std::string chosen = simd.empty() ? "scalar" : simd.front();
   const int gpus = cuda_devices();
@@ -62,7 +47,7 @@ void doctor(bool json) {
         {"a usable GPU", "install the NVIDIA driver (nvidia-smi must list the GPU); no rebuild is needed"});
   if (!mpi_built())
     missing.push_back({"MPI in this build", "apt-get install libopenmpi-dev openmpi-bin, then: make build"});
-  if (torch.empty()) missing.push_back({"torch (not needed yet)", "pip install torch"});
+  if (torch.empty()) missing.push_back({"gradwire train and compare", "install torch for python3 (pip install torch), then: make build"});
 
   if (json) {
     nlohmann::ordered_json row = {{"version", GRADWIRE_VERSION},
@@ -92,7 +77,7 @@ void doctor(bool json) {
   line("MPI", mpi_built() ? mpi_library() : "not in this build");
   line("engines", mpi_built() ? "loopback, mpi" : "loopback");
   line("files", packing_built() ? "plain and packed (Zstandard)" : "plain; packed ones need Zstandard, which this build did not find");
-  line("torch", torch.empty() ? "not found by python3 (not needed yet)" : torch + " found by python3 (not needed yet)");
+  line("torch", torch.empty() ? "not in this build" : torch + ", for gradwire train and compare");
   if (missing.empty()) return print("\nNothing is missing.\n");
   print("\nMissing, and how to get it:\n");
   for (const Missing& item : missing) print(fmt::format("  {}: {}\n", item.what, item.line));

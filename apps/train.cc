@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "command.h"
+#include "gradwire/error.h"
 #include "options.h"
 #include "train/run.h"
 #include "training.h"
@@ -16,6 +17,10 @@ void train_one(const TrainingOptions& options, Engine* engine) {
   const std::atomic<bool>& stop = catch_interrupts();
   const bool leads = !engine || engine->rank() == 0;
   options.settings.check();
+  if (options.places.checkpoint.empty() && (options.places.resume || options.places.save_every > 0)) {
+    const char* given = options.places.resume ? "resume" : "save-every";
+    throw Error(ErrorKind::usage, fmt::format("{} is given; it needs --checkpoint DIR", given), given);
+  }
   const train::Task task = train::load_task(options.settings.task, options.settings.task_options(options.places.data));
   Narrator narrator(options.json);
   train::Listener listener;

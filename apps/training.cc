@@ -68,6 +68,7 @@ void add_training(CLI::App& command, TrainingOptions& options) {
   text("--rules", s.rules, "RULES", "Tensors that travel otherwise, e.g. '1d=fp32;*.bias=fp32'");
   text("--down", s.down, "SPEC", "scatter: codec of the means; default: as up, rounded to nearest");
   add_choice(command, "--feedback", s.feedback, {"codec", "on", "off"}, "Error feedback; codec: as the codec wants it");
+  add_choice(command, "--residual", s.residual, {"f32", "bf16"}, "Type of the residuals; bf16 takes half the memory");
   number("--bucket-mb", s.bucket_mb, "Megabytes of gradients that are sent together");
 
   command.option_defaults()->group("The descent");

@@ -29,11 +29,17 @@ foreach(python IN ITEMS "${GRADWIRE_TORCH_PYTHON}" "${PROJECT_SOURCE_DIR}/build/
   if(EXISTS ${torch_home}/lib/libtorch_cuda.so)  # nobody calls it by name: it registers itself when it is loaded
     list(APPEND torch_libraries -Wl,--push-state,--no-as-needed ${torch_home}/lib/libtorch_cuda.so ${torch_home}/lib/libc10_cuda.so -Wl,--pop-state)
   endif()
+  # One C++ library for us and for torch: some toolchains prefer a static one, and two copies in one process crash.
+  execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so OUTPUT_VARIABLE shared_library OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(IS_ABSOLUTE "${shared_library}" AND EXISTS "${shared_library}")
+    list(APPEND torch_libraries ${shared_library})
+  endif()
   add_library(gradwire_torch INTERFACE)
   target_include_directories(gradwire_torch SYSTEM INTERFACE ${torch_home}/include ${torch_home}/include/torch/csrc/api/include)
   target_link_libraries(gradwire_torch INTERFACE ${torch_libraries})
   target_link_options(gradwire_torch INTERFACE -Wl,--allow-shlib-undefined -Wl,-rpath,${torch_home}/lib)
   set(GRADWIRE_HAS_TORCH ON)
+  set(GRADWIRE_TORCH_VERSION ${torch_version})
   set(GRADWIRE_TORCH_STATE "${torch_version} (${torch_home})")
   break()
 endforeach()

@@ -135,7 +135,7 @@ CodecDef codec_fft() {
             return Scheme{.body = Body::fft, .bits = static_cast<uint8_t>(v.choice("format") == "float" ? 32 : v.integer("bits")), .unit = v.integer("chunk"),
                           .truncate = v.choice("mode") == "paper"};
           },
-          [](const Values& v) { return Traits{.lossless = false, .unbiased = false, .feedback = false, .unit = v.integer("chunk")}; },
+          [](const Values& v) { return Traits{.lossless = false, .unbiased = false, .feedback = true, .unit = v.integer("chunk")}; },
           [mantissa](const Values& v, Table table, Scheme& s, std::vector<float>&) {
             s.steps = mantissa(v, table);
             s.ratio = 1 - theta_of(v, table);

@@ -9,7 +9,9 @@
 #include <torch/csrc/jit/serialization/pickler.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -123,6 +125,16 @@ void unpack(const std::string& path, const std::string& bytes, const TensorMap& 
   }
 }
 
+// The step that a directory holds, by its name; whatever else lies beside the checkpoints is not ours.
+std::optional<uint64_t> step_of(const fs::path& path) {
+  constexpr std::string_view kPrefix = "step-";
+  const std::string name = path.filename().string();
+  uint64_t step = 0;
+  if (!name.starts_with(kPrefix)) return std::nullopt;
+  const auto [end, error] = std::from_chars(name.data() + kPrefix.size(), name.data() + name.size(), step);
+  return error == std::errc() && end == name.data() + name.size() ? std::optional(step) : std::nullopt;
+}
+
 std::string buffers_file(int rank) { return fmt::format("rank-{}.pt", rank); }
 std::string residuals_file(int rank, size_t bucket) { return fmt::format("rank-{}-bucket-{}.residuals", rank, bucket); }
 constexpr const char* kWeights = "weights.pt";
@@ -142,6 +154,16 @@ void save_tensors(const std::string& path, const TensorMap& tensors) {
   }
 }
 
+void expect_writable(const std::string& path) {
+  if (fs::is_directory(path)) {
+    errno = EISDIR;
+    fail(path, "be written");
+  }
+  const std::string unfinished = path + ".unfinished";
+  write(unfinished, {});
+  ::unlink(unfinished.c_str());
+}
+
 Checkpoints::Checkpoints(std::string directory, Control& control) : directory_(std::move(directory)), control_(control) {
   control_.together([&] {
     if (control_.rank() != 0) return;
@@ -157,11 +179,7 @@ std::string Checkpoints::path_of(uint64_t step) const { return fmt::format("{}/s
 
 std::optional<uint64_t> Checkpoints::newest() const {
   std::optional<uint64_t> best;
-  for (const auto& entry : fs::directory_iterator(directory_)) {
-    const std::string name = entry.path().filename().string();
-    uint64_t step = 0;
-    if (std::sscanf(name.c_str(), "step-%lu", &step) == 1 && fs::exists(entry.path() / kManifest)) best = std::max(best.value_or(0), step);
-  }
+  for (const auto& entry : fs::directory_iterator(directory_)) best = std::max(best, step_of(entry.path()));  // nothing is less than any step
   return best;
 }
 
@@ -200,8 +218,7 @@ void Checkpoints::save(uint64_t step, const nlohmann::json& state, const TensorM
       prune();
     });
   } catch (const Error& error) {
-    std::error_code ignored;
-    if (rank == 0) fs::remove_all(folder, ignored);
+    if (std::error_code ignored; rank == 0) fs::remove_all(folder, ignored);
     const std::optional<uint64_t> last = newest();
     throw Error(error.kind(), fmt::format("{} ({})", error.what(), last ? fmt::format("the checkpoint of step {} is whole", *last) : "there is no older checkpoint"),
                 "checkpoint", error.rank());
@@ -209,11 +226,11 @@ void Checkpoints::save(uint64_t step, const nlohmann::json& state, const TensorM
 }
 
 void Checkpoints::prune() const {
-  std::vector<std::string> names;
+  std::vector<uint64_t> steps;
   for (const auto& entry : fs::directory_iterator(directory_))
-    if (entry.path().filename().string().starts_with("step-")) names.push_back(entry.path().string());
-  std::sort(names.begin(), names.end());
-  for (size_t i = 0; i + 2 < names.size(); ++i) fs::remove_all(names[i]);
+    if (const auto step = step_of(entry.path())) steps.push_back(*step);
+  std::sort(steps.begin(), steps.end());
+  for (size_t i = 0; i + 2 < steps.size(); ++i) fs::remove_all(path_of(steps[i]));
 }
 
 nlohmann::json Checkpoints::state(uint64_t step) const { return parse(path_of(step) + "/" + kState, read_checked(path_of(step), kState)); }

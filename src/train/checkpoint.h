@@ -48,5 +48,7 @@ class Checkpoints {
 
 // A file for Python's torch.load: a dictionary of tensors by name.
 void save_tensors(const std::string& path, const TensorMap& tensors);
+// Throws Error{io} where save_tensors could not write.
+void expect_writable(const std::string& path);
 
 }  // namespace gradwire::train

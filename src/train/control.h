@@ -21,6 +21,7 @@ class Control {
  public:
   Control(Engine& engine, std::chrono::milliseconds timeout) : engine_(engine.split(0)) { engine_->set_timeout(timeout); }
   Engine& engine() { return *engine_; }
+  uint64_t bytes_sent() const { return engine_->bytes_sent(); }  // the engine it was split from counts them too
   int rank() const { return engine_->rank(); }
   int size() const { return engine_->size(); }
 

@@ -26,6 +26,12 @@ void check_device(const Settings& settings) {
   if (missing) throw Error(ErrorKind::unsupported, fmt::format("--device cuda: {}; see gradwire doctor", missing), "device");
 }
 
+void check_timeout(double seconds) {
+  constexpr double kYear = 365.0 * 24 * 3600;
+  if (!(seconds >= 0.001 && seconds <= kYear))
+    throw Error(ErrorKind::usage, fmt::format("timeout is {} s; allowed is 0.001 s to one year", seconds), "timeout");
+}
+
 void set_determinism(bool deterministic) {
   at::globalContext().setBenchmarkCuDNN(!deterministic);
   at::globalContext().setDeterministicCuDNN(deterministic);
@@ -55,6 +61,7 @@ std::string machine() {
 nlohmann::json run(const Job& job, Engine* engine) {
   const Settings& settings = job.settings;
   settings.check();
+  check_timeout(job.places.timeout);
   check_device(settings);
   set_determinism(settings.deterministic);
   if (engine && engine->size() != settings.workers)

@@ -37,6 +37,11 @@ std::string Settings::up() const {
   return fmt::format("{}{}*={}", rules, rules.ends_with(';') ? "" : ";", codec);
 }
 
+std::string Settings::extras() const {
+  if (up() == "fp32") return {};  // it has neither
+  return (feedback == "codec" ? "" : ", feedback " + feedback) + (residual == "f32" ? "" : ", residuals " + residual) + (down.empty() ? "" : ", down " + down);
+}
+
 ReduceOptions Settings::reduce_options() const {
   using Feedback = ReduceOptions::Feedback;
   ReduceOptions options;
@@ -45,6 +50,7 @@ ReduceOptions Settings::reduce_options() const {
   options.down = down;
   options.feedback = feedback == "codec" ? Feedback::codec : feedback == "on" ? Feedback::on : Feedback::off;
   if (feedback == "off") options.owner_feedback = Feedback::off;
+  options.residual = parse_dtype(residual);
   options.seed = seed;
   return options;
 }
@@ -63,6 +69,7 @@ void Settings::check() const {
   check_choice("precision", precision, {"fp32", "bf16", "fp16"});
   check_choice("collective", collective, {"gather", "scatter"});
   check_choice("feedback", feedback, {"codec", "on", "off"});
+  check_choice("residual", residual, {"f32", "bf16"});
   check_choice("optimizer", optimizer, {"sgd", "adam", "adamw"});
   check_choice("schedule", schedule, {"constant", "step", "cosine"});
   check_range("workers", workers, 1, 1024);
@@ -78,6 +85,7 @@ void Settings::check() const {
   check_range("warmup", warmup, 0, epochs);
   check_range("drop", drop, 0, 1);
   check_range("dropout", dropout, 0, 0.99);
+  for (double epoch : drop_at) check_range("drop-at", epoch, 0, 1e6);
   if (precision != "fp32" && device == "cpu") refuse("precision", precision + " on the CPU", "fp32 there; bf16 and fp16 need --device cuda");
   if (schedule == "step" && drop_at.empty()) refuse("drop-at", "empty", "at least one epoch with --schedule step");
   if (schedule != "step" && !drop_at.empty()) refuse("drop-at", "given", "only --schedule step");

@@ -35,6 +35,7 @@ struct Settings {
   std::string down;   // scatter: the codec of the means; empty: as up
   std::string collective = "scatter";
   std::string feedback = "codec";  // or on, off
+  std::string residual = "f32";    // or bf16: half the memory
   double bucket_mb = 25;           // gradients are sent in groups of about so many megabytes, last layer first
 
   // The descent.
@@ -52,14 +53,15 @@ struct Settings {
 
   TaskOptions task_options(const std::string& directory) const;
   ReduceOptions reduce_options() const;
-  std::string up() const;  // rules and codec as one text
+  std::string up() const;      // rules and codec as one text
+  std::string extras() const;  // what else was chosen for it, for people
   uint64_t steps_per_epoch(uint64_t samples) const;
   uint64_t total_steps(uint64_t samples) const;
   // Throws Error{usage} naming the first setting that cannot be.
   void check() const;
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Settings, task, model, length, vocabulary, words, limit, dropout, workers, device, precision,
-                                   deterministic, threads, codec, rules, down, collective, feedback, bucket_mb, seed, epochs, steps,
+                                   deterministic, threads, codec, rules, down, collective, feedback, residual, bucket_mb, seed, epochs, steps,
                                    batch, accumulate, optimizer, rate, momentum, weight_decay, clip, schedule, warmup, drop_at, drop)
 
 struct Places {

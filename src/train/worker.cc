@@ -66,6 +66,7 @@ torch::Device device_of(const Settings& settings, const Engine& engine) {
 }
 
 nlohmann::json number(double value) { return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json(nullptr); }
+double number_of(const nlohmann::json& value) { return value.is_null() ? NAN : value.get<double>(); }
 
 }  // namespace
 
@@ -103,6 +104,10 @@ Worker::Worker(Engine& engine, const Job& job)
   options.device = codec_device();
   optimizer_ = std::make_unique<Optimizer>(settings_, tensors);
   exchange_ = std::make_unique<Exchange>(engine_, named, options, settings_.bucket_mb * 1e6, stream_);
+  if (!job.places.export_to.empty())
+    control_.together([&] {
+      if (control_.rank() == 0) expect_writable(job.places.export_to);  // better now than after hours of training
+    });
   if (!job.places.checkpoint.empty()) checkpoints_ = std::make_unique<Checkpoints>(job.places.checkpoint, control_);
   total_ = settings_.total_steps(job.task.train.count);
   if (settings_.precision == "fp16") scale_ = {.value = 65536, .good = 0, .moves = true};
@@ -305,7 +310,7 @@ Worker::Pulse Worker::pulse() const {
   const auto plus = [](double a, double b) { return a + b; };
   return {.sums = sums_,
           .seconds = combine(seconds_, seconds_before_, plus),
-          .bytes_sent = engine_.bytes_sent() + sent_before_,
+          .bytes_sent = engine_.bytes_sent() - control_.bytes_sent() + sent_before_,
           .weights = job_.places.check ? weights_hash() : 0,
           .stop = job_.stop.load()};
 }
@@ -343,11 +348,11 @@ void Worker::begin_or_resume() {
     checkpoints_->load(*newest, weights(), buffers(), *exchange_);
     step_ = saved_.emplace(*newest);
     for (const nlohmann::json& one : state.at("workers")) {
-      told_.loss += one.at("loss").get<double>();
+      told_.loss += number_of(one.at("loss"));
       told_.labels += one.at("labels").get<uint64_t>();
     }
     const nlohmann::json& own = state.at("workers").at(static_cast<size_t>(control_.rank()));
-    sums_ = {own.at("loss"), own.at("labels"), own.at("right")};
+    sums_ = {number_of(own.at("loss")), own.at("labels"), own.at("right")};
     sent_before_ = own.at("bytes_sent");
     seconds_before_ = {own.at("wall"), own.at("compute"), own.at("wait"), {own.at("encode"), 0, own.at("decode")}};
     skipped_ = state.at("skipped");
@@ -375,7 +380,7 @@ void Worker::save() {
   if (!checkpoints_ || saved_ == step_) return;
   nlohmann::json workers = nlohmann::json::array();
   for (const Pulse& one : control_.gather(pulse()))
-    workers.push_back({{"loss", one.sums.loss},
+    workers.push_back({{"loss", number(one.sums.loss)},
                        {"labels", one.sums.labels},
                        {"right", one.sums.right},
                        {"bytes_sent", one.bytes_sent},
@@ -440,8 +445,8 @@ nlohmann::json Worker::learned() const {
 nlohmann::json Worker::record() const {
   const ReduceMemory held = exchange_->memory();
   return {{"version", 1},
-          {"codec", settings_.rules.empty() ? settings_.codec : settings_.up()},
-          {"canonical", Rules::parse(settings_.up()).str()},
+          {"codec", settings_.up() + settings_.extras()},
+          {"canonical", Rules::parse(settings_.up()).str() + settings_.extras()},
           {"seed", settings_.seed},
           {"task", settings_.task},
           {"model", settings_.model},
