@@ -47,12 +47,12 @@ def accuracy(folder, within, dry):
     for path in sorted(Path(folder).glob("**/run.json")):
         run = json.loads(path.read_text())
         assert run["finished"], path
-        series[run["collective"], run["codec"] + (" with feedback" if run["settings"]["feedback"] == "on" else "")][run["seed"]] = run
+        series[run["collective"], run["codec"]][run["seed"]] = run
     rows = []
     for (collective, codec), runs in sorted(series.items()):
         any_run = next(iter(runs.values()))
         command = (f"gradwire compare {command_of(any_run['settings'], DEFAULTS)} --collective {collective} "
-                   f"--codec {any_run['codec']} --seeds {len(runs)}")
+                   f"--codec {any_run['settings']['codec']} --seeds {len(runs)}")
         last = {seed: run["epochs"][-1] for seed, run in runs.items()}
         points = {seed: 100 * epoch["test_accuracy"] for seed, epoch in last.items()}
         spread = f"standard deviation {statistics.stdev(points.values()):.2f} over {len(points)} seeds" if len(points) > 1 else "one seed"

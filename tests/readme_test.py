@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """README.md's examples are run, as they stand.
 
-A fenced block runs when the line `<!-- run -->` stands right above its fence. Marked blocks run in the order of the
+A fenced block runs when the line `<!-- run -->` stands right above its fence; `<!-- run: program -->` only where the build has that program. Marked blocks run in the order of the
 page and in one scratch folder, so a later one may use the files of an earlier one. `build` is there, `gradwire` is on the path, python3 has numpy.
 
   ```cpp       one whole program: built against the installed package as main.cc, then run in the scratch folder
@@ -26,13 +26,14 @@ README = Path(os.environ.get("GRADWIRE_README", TESTS.parent / "README.md"))
 BUILD = Path(os.environ.get("GRADWIRE_BUILD", TESTS.parent / "build")).resolve()
 KINDS = ("cpp", "cmake", "sh", "console")
 
-BLOCK = re.compile(r"^<!-- run -->\n```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^<!-- run(?:: ([\w-]+))? -->\n```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def marked_blocks():
     text = README.read_text()
-    assert text.count("<!-- run -->") == len(BLOCK.findall(text)), "a `<!-- run -->` stands above no fence"
-    return [(text.count("\n", 0, m.start()) + 3, m[1], m[2]) for m in BLOCK.finditer(text)]
+    assert len(re.findall("^<!-- run", text, re.MULTILINE)) == len(BLOCK.findall(text)), "a `<!-- run -->` stands above no fence"
+    return [(text.count("\n", 0, m.start()) + 3, m[2], m[3]) for m in BLOCK.finditer(text)
+            if not m[1] or (BUILD / "bin" / m[1]).exists()]
 
 
 BLOCKS = marked_blocks()
