@@ -4,6 +4,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 
 namespace CLI {
 class App;
@@ -27,6 +28,8 @@ enum Exit : int {
 struct Interrupted {};  // thrown by a command that was asked to stop, and has
 
 int exit_code_of(const std::exception& error);
+
+std::string command_line();  // as this program was called, for records: quoted for a shell
 
 using Action = std::function<void()>;
 

@@ -129,6 +129,7 @@ void compare(const CompareOptions& options, Engine* engine) {
     if (engine) engine->broadcast({&finished, 1}, 0).wait();
     stopped = finished == std::byte{0};
     if (!leads) continue;
+    record["command"] = command_line();
     records.push_back(record);
     write_text(path, record.dump(1) + "\n");
     if (!stopped) fs::remove_all(places.checkpoint);

@@ -36,9 +36,25 @@ int exit_code_of(const std::exception& error) {
   return kInternal;
 }
 
+namespace {
+
+std::string called_as;
+
+}  // namespace
+
+std::string command_line() { return called_as; }
+
 }  // namespace gradwire::app
 
 namespace {
+
+// Words that a shell would take apart are quoted.
+std::string quoted(const std::string& word) {
+  if (!word.empty() && word.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_=:,./+%@") == std::string::npos) return word;
+  std::string text = "'";
+  for (char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return text + "'";
+}
 
 void complain(std::string text) {
   std::replace(text.begin(), text.end(), '\n', ' ');
@@ -88,6 +104,8 @@ int run_program(int argc, char** argv, const std::string& footer, const std::fun
   app.footer(footer);
   app.set_version_flag("--version", "gradwire " GRADWIRE_VERSION, "Print the version and exit");
   app.require_subcommand(1);
+  called_as = "gradwire";
+  for (int i = 1; i < argc; ++i) called_as += " " + quoted(argv[i]);
   Action action;
   add_commands(app, action);
   for (CLI::App* command : app.get_subcommands({})) command->group("Commands");

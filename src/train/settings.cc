@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <sstream>
 
 #include "gradwire/error.h"
 
@@ -33,7 +34,10 @@ TaskOptions Settings::task_options(const std::string& directory) const {
 }
 
 std::string Settings::up() const {
-  if (rules.empty()) return codec;
+  bool all_alike = true;  // then they say nothing: fp32 with 1d=fp32 is fp32, and compares as such
+  std::istringstream list(rules);
+  for (std::string rule; std::getline(list, rule, ';');) all_alike = all_alike && (rule.empty() || rule.substr(rule.find('=') + 1) == codec);
+  if (all_alike) return codec;
   return fmt::format("{}{}*={}", rules, rules.ends_with(';') ? "" : ";", codec);
 }
 
