@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// `gradwire compare`: the same training with several codecs and seeds. Runs are paired: a seed means the same weights, samples and order for every
-// codec. Each run leaves a record in DIR/runs; one that is finished is not repeated, one that was stopped goes on. The report is written anew
-// after every run, so that there is always one to look at.
+// `gradwire compare`: the same training with several codecs and seeds. Runs are paired: a seed means the same weights,
+// samples and order for every codec. Each run leaves a record in DIR/runs; one that is finished is not repeated, one
+// that was stopped goes on. The report is written anew after every run, so that there is always one to look at.
 #include <fmt/format.h>
+#include <xxhash.h>
 
 #include <filesystem>
 #include <map>
 #include <memory>
 #include <set>
-
-#include <xxhash.h>
 
 #include "command.h"
 #include "files.h"
@@ -27,7 +26,8 @@ namespace fs = std::filesystem;
 
 struct CompareOptions {
   TrainingOptions training;
-  std::vector<std::string> codecs{"fp32", "qsgd:bits=4", "optquant:bits=3", "casq:bits=2", "dqsgd:budget=4.5", "fft:theta=0.85"};
+  std::vector<std::string> codecs{"fp32",        "qsgd:bits=4",      "optquant:bits=3",
+                                  "casq:bits=2", "dqsgd:budget=4.5", "fft:theta=0.85"};
   std::vector<std::string> collectives{"scatter"};
   int seeds = 1;
   std::string out;
@@ -36,7 +36,8 @@ struct CompareOptions {
 
 // A folder's name that people can read and that differs where settings do.
 std::string folder_of(const train::Settings& settings) {
-  std::string name = fmt::format("{}-{}-{}-{}-seed{}", settings.task, settings.model, settings.codec, settings.collective, settings.seed);
+  std::string name = fmt::format("{}-{}-{}-{}-seed{}", settings.task, settings.model, settings.codec,
+                                 settings.collective, settings.seed);
   for (char& c : name)
     if (!std::isalnum(static_cast<unsigned char>(c)) && c != '-' && c != '.' && c != '=') c = '_';
   const std::string all = nlohmann::json(settings).dump();
@@ -64,7 +65,8 @@ std::optional<nlohmann::json> finished_run(const std::string& path, const train:
   const std::vector<std::byte> bytes = read_file(path);
   const char* text = reinterpret_cast<const char*>(bytes.data());
   nlohmann::json record = nlohmann::json::parse(text, text + bytes.size(), nullptr, false);
-  if (!record.is_object() || !record.contains("settings") || record["settings"] != nlohmann::json(settings)) return std::nullopt;
+  if (!record.is_object() || !record.contains("settings") || record["settings"] != nlohmann::json(settings))
+    return std::nullopt;
   try {
     if (!parse_run(record).finished) return std::nullopt;
   } catch (const Error&) {
@@ -78,10 +80,14 @@ void expect_different(const CompareOptions& options) {
   std::map<std::string, std::string> codecs;
   for (const std::string& codec : options.codecs) {
     const auto [known, added] = codecs.emplace(Rules::parse(codec).str(), codec);
-    if (!added) throw Error(ErrorKind::usage, fmt::format("codec is '{}' and '{}', which are the same; give each once", known->second, codec), "codec");
+    if (!added)
+      throw Error(ErrorKind::usage,
+                  fmt::format("codec is '{}' and '{}', which are the same; give each once", known->second, codec),
+                  "codec");
   }
   if (std::set(options.collectives.begin(), options.collectives.end()).size() < options.collectives.size())
-    throw Error(ErrorKind::usage, fmt::format("collective is '{}' twice; give each once", options.collectives.front()), "collective");
+    throw Error(ErrorKind::usage, fmt::format("collective is '{}' twice; give each once", options.collectives.front()),
+                "collective");
 }
 
 void make_folder(const std::string& folder) {
@@ -112,7 +118,9 @@ void compare(const CompareOptions& options, Engine* engine) {
     if (engine) engine->broadcast({&known, 1}, 0).wait();
     if (known == std::byte{1}) {
       if (leads) records.push_back(*done);
-      if (leads && !options.training.json) print(fmt::format("run {} of {}: {}, seed {}: finished before\n", i + 1, list.size(), settings.codec, settings.seed));
+      if (leads && !options.training.json)
+        print(fmt::format("run {} of {}: {}, seed {}: finished before\n", i + 1, list.size(), settings.codec,
+                          settings.seed));
       continue;
     }
     train::Places places = options.training.places;
@@ -121,7 +129,8 @@ void compare(const CompareOptions& options, Engine* engine) {
     if (leads) make_folder(folder);
     Narrator narrator(options.training.json);
     narrator.prefix(fmt::format("run {}/{}: ", i + 1, list.size()));
-    if (leads && !options.training.json) print(fmt::format("{}run {} of {}, seed {}: ", i > 0 ? "\n" : "", i + 1, list.size(), settings.seed));
+    if (leads && !options.training.json)
+      print(fmt::format("{}run {} of {}, seed {}: ", i > 0 ? "\n" : "", i + 1, list.size(), settings.seed));
     train::Listener listener;
     if (leads) listener = [&](const nlohmann::json& event) { narrator.listen(event); };
     nlohmann::json record = train::run({task, settings, places, listener, stop}, engine);
@@ -139,7 +148,9 @@ void compare(const CompareOptions& options, Engine* engine) {
   std::erase_if(records, [](const nlohmann::json& record) { return record["epochs"].empty(); });
   if (!records.empty()) {
     const std::vector<std::string> files = write_report(options.out, records, options.plots);
-    if (!options.training.json) print(fmt::format("\n{}\nwritten: {}/{}\n", report_table(records), options.out, fmt::join(files, ", " + options.out + "/")));
+    if (!options.training.json)
+      print(fmt::format("\n{}\nwritten: {}/{}\n", report_table(records), options.out,
+                        fmt::join(files, ", " + options.out + "/")));
   }
   if (!stopped) return;
   if (!options.training.json) print("stopped and saved; the same command goes on\n");
@@ -151,7 +162,11 @@ void compare(const CompareOptions& options, Engine* engine) {
 void add_compare(CLI::App& app, Action& action) {
   CLI::App* command = app.add_subcommand("compare", "Train with several codecs and seeds; write a report");
   auto options = std::make_shared<CompareOptions>();
-  command->add_option("--out", options->out, "Directory for runs, results.csv and report.html; what is finished there is not repeated")->type_name("DIR")->required();
+  command
+      ->add_option("--out", options->out,
+                   "Directory for runs, results.csv and report.html; what is finished there is not repeated")
+      ->type_name("DIR")
+      ->required();
   add_codec(*command, options->codecs, "Codec; may be given several times");
   command->add_option("--collective", options->collectives, "gather or scatter, or both, given twice")
       ->type_name("gather|scatter")
@@ -159,7 +174,10 @@ void add_compare(CLI::App& app, Action& action) {
       ->check(CLI::IsMember({"gather", "scatter"}))
       ->capture_default_str();
   add_whole(*command, "--seeds", options->seeds, 1, 1000, "Seeds, from --seed on");
-  command->add_option_function<std::string>("--plot", [options](const std::string&) { options->plots = true; }, "Also write plots for papers (needs gnuplot)")
+  command
+      ->add_option_function<std::string>(
+          "--plot", [options](const std::string&) { options->plots = true; },
+          "Also write plots for papers (needs gnuplot)")
       ->type_name("png")
       ->check(CLI::IsMember({"png"}));
   add_training(*command, options->training);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Commands that another program has: gradwire-train, beside this one, which links libtorch. All arguments are handed over as they are.
+// Commands that another program has: gradwire-train, beside this one, which links libtorch. All arguments are handed
+// over as they are.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -15,10 +16,12 @@ namespace gradwire::app {
 namespace {
 
 [[noreturn]] void hand_over(const std::string& command, std::vector<std::string> words) {
-  const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "gradwire-train";
+  const std::filesystem::path program =
+      std::filesystem::read_symlink("/proc/self/exe").parent_path() / "gradwire-train";
   if (!std::filesystem::exists(program))
     throw Error(ErrorKind::unsupported,
-                fmt::format("gradwire {} needs libtorch, which this build did not find (no {}): install torch for the Python that cmake finds, "
+                fmt::format("gradwire {} needs libtorch, which this build did not find (no {}): install torch for the "
+                            "Python that cmake finds, "
                             "or name one with -DGRADWIRE_TORCH_PYTHON=, and build again",
                             command, program.string()),
                 command);
@@ -27,7 +30,8 @@ namespace {
   for (std::string& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
   execv(program.c_str(), arguments.data());
-  throw Error(ErrorKind::unsupported, fmt::format("{} cannot be run: {}", program.string(), std::strerror(errno)), command);
+  throw Error(ErrorKind::unsupported, fmt::format("{} cannot be run: {}", program.string(), std::strerror(errno)),
+              command);
 }
 
 }  // namespace
@@ -36,7 +40,8 @@ void add_handover(CLI::App& app, Action& action, const char* command, const char
   CLI::App* taken = app.add_subcommand(command, meaning);
   taken->set_help_flag();  // --help is for the other program too
   taken->prefix_command();
-  taken->callback([&action, taken, command] { action = [words = taken->remaining(), command] { hand_over(command, words); }; });
+  taken->callback(
+      [&action, taken, command] { action = [words = taken->remaining(), command] { hand_over(command, words); }; });
 }
 
 }  // namespace gradwire::app

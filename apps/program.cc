@@ -50,7 +50,10 @@ namespace {
 
 // Words that a shell would take apart are quoted.
 std::string quoted(const std::string& word) {
-  if (!word.empty() && word.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_=:,./+%@") == std::string::npos) return word;
+  if (!word.empty() &&
+      word.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_=:,./+%@") ==
+          std::string::npos)
+    return word;
   std::string text = "'";
   for (char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
   return text + "'";
@@ -93,7 +96,8 @@ std::string explain(const CLI::App& app, const CLI::ParseError& error) {
 
 namespace gradwire::app {
 
-int run_program(int argc, char** argv, const std::string& footer, const std::function<void(CLI::App&, Action&)>& add_commands) {
+int run_program(int argc, char** argv, const std::string& footer,
+                const std::function<void(CLI::App&, Action&)>& add_commands) {
   CLI::App app("gradwire compresses what distributed training sends: gradients up, weights down.", "gradwire");
   auto formatter = std::make_shared<HelpFormatter>();  // commands inherit it
   formatter->column_width(30);

@@ -30,8 +30,9 @@ void train_one(const TrainingOptions& options, Engine* engine) {
   if (!options.json) Narrator::print_result(record);
   if (record["finished"]) return;
   if (!options.json)
-    print(options.places.checkpoint.empty() ? "stopped; nothing was saved (no --checkpoint)\n"
-                                            : fmt::format("stopped and saved; go on with the same command and --resume\n"));
+    print(options.places.checkpoint.empty()
+              ? "stopped; nothing was saved (no --checkpoint)\n"
+              : fmt::format("stopped and saved; go on with the same command and --resume\n"));
   throw Interrupted{};
 }
 
@@ -40,12 +41,16 @@ void train_one(const TrainingOptions& options, Engine* engine) {
 void add_train(CLI::App& app, Action& action) {
   CLI::App* command = app.add_subcommand("train", "Train a model with compressed gradients");
   auto options = std::make_shared<TrainingOptions>();
-  command->add_option("--codec", options->settings.codec, "Codec of the gradients")->type_name("SPEC")->capture_default_str();
-  add_choice(*command, "--collective", options->settings.collective, {"gather", "scatter"}, "gather: everybody gets every message; scatter: bytes do not grow with workers");
+  command->add_option("--codec", options->settings.codec, "Codec of the gradients")
+      ->type_name("SPEC")
+      ->capture_default_str();
+  add_choice(*command, "--collective", options->settings.collective, {"gather", "scatter"},
+             "gather: everybody gets every message; scatter: bytes do not grow with workers");
   add_training(*command, *options);
   command->add_option("--checkpoint", options->places.checkpoint, "Directory to save the run in")->type_name("DIR");
   command->add_flag("--resume", options->places.resume, "Go on from the newest checkpoint there, if there is one");
-  command->add_option("--export", options->places.export_to, "Write the weights at the end, for Python's torch.load")->type_name("FILE");
+  command->add_option("--export", options->places.export_to, "Write the weights at the end, for Python's torch.load")
+      ->type_name("FILE");
   command->footer(
       "Examples:\n"
       "  gradwire train --task fashion-mnist --model cnn --workers 4 --codec optquant:bits=3 --epochs 5\n"

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The program `gradwire-train`: the commands that need libtorch. People call it as `gradwire train` and `gradwire compare`.
+// The program `gradwire-train`: the commands that need libtorch. People call it as `gradwire train` and `gradwire
+// compare`.
 #include "program.h"
 
 int main(int argc, char** argv) {

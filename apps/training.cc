@@ -43,13 +43,20 @@ void add_training(CLI::App& command, TrainingOptions& options) {
   train::Settings& s = options.settings;
   train::Places& p = options.places;
   options.command = &command;
-  const auto number = [&](const char* name, double& value, const char* meaning) { command.add_option(name, value, meaning)->type_name("X")->capture_default_str(); };
-  const auto text = [&](const char* name, std::string& value, const char* type, const char* meaning) { return command.add_option(name, value, meaning)->type_name(type); };
+  const auto number = [&](const char* name, double& value, const char* meaning) {
+    command.add_option(name, value, meaning)->type_name("X")->capture_default_str();
+  };
+  const auto text = [&](const char* name, std::string& value, const char* type, const char* meaning) {
+    return command.add_option(name, value, meaning)->type_name(type);
+  };
 
   command.option_defaults()->group("What is trained");
-  add_choice(command, "--task", s.task, {"fashion-mnist", "mnist", "cifar10", "cifar100", "ag-news", "text"}, "Data set");
+  add_choice(command, "--task", s.task, {"fashion-mnist", "mnist", "cifar10", "cifar100", "ag-news", "text"},
+             "Data set");
   text("--data", p.data, "DIR", "Where its files are; Fashion-MNIST: Debian's place");
-  text("--model", s.model, "NAME", "mlp, cnn, resnet20, resnet32, resnet18, resnet34, vgg11, vgg16, bilstm, gpt; with parameters as in mlp:width=2800,depth=2. Default: what suits the task");
+  text("--model", s.model, "NAME",
+       "mlp, cnn, resnet20, resnet32, resnet18, resnet34, vgg11, vgg16, bilstm, gpt; with parameters as in "
+       "mlp:width=2800,depth=2. Default: what suits the task");
   number("--dropout", s.dropout, "Dropout, where the model has a place for it");
   add_whole(command, "--length", s.length, 0, 1 << 20, "Tokens of a text sample; 0: the task's own");
   add_whole(command, "--vocabulary", s.vocabulary, 0, 1 << 24, "Most words that are told apart; 0: the task's own");
@@ -58,7 +65,8 @@ void add_training(CLI::App& command, TrainingOptions& options) {
 
   command.option_defaults()->group("Who does it");
   add_whole(command, "--workers", s.workers, 1, 1024, "Workers");
-  add_choice(command, "--engine", options.engine, {"loopback", "mpi"}, "loopback: threads of this process; mpi: the processes of mpirun");
+  add_choice(command, "--engine", options.engine, {"loopback", "mpi"},
+             "loopback: threads of this process; mpi: the processes of mpirun");
   add_choice(command, "--device", s.device, {"cpu", "cuda"}, "Where to compute; workers of one process share one GPU");
   add_choice(command, "--precision", s.precision, {"fp32", "bf16", "fp16"}, "What the model computes in (CUDA)");
   add_whole(command, "--threads", s.threads, 0, 1024, "CPU threads of each worker; 0: the cores dealt out");
@@ -76,7 +84,8 @@ void add_training(CLI::App& command, TrainingOptions& options) {
   add_whole(command, "--epochs", s.epochs, 1, 1000000, "Epochs");
   add_whole(command, "--steps", s.steps, 0, uint64_t{1} << 40, "Stop after so many steps; 0: after the epochs");
   add_whole(command, "--batch", s.batch, 1, 1000000, "Samples of one worker in one pass");
-  add_whole(command, "--accumulate", s.accumulate, 1, 10000, "Passes whose gradients are added up before they are sent");
+  add_whole(command, "--accumulate", s.accumulate, 1, 10000,
+            "Passes whose gradients are added up before they are sent");
   add_choice(command, "--optimizer", s.optimizer, {"sgd", "adam", "adamw"}, "Default: what suits the model");
   number("--rate", s.rate, "Learning rate; adam: 0.001 unless given");
   number("--momentum", s.momentum, "Momentum of sgd");
@@ -84,12 +93,16 @@ void add_training(CLI::App& command, TrainingOptions& options) {
   number("--clip", s.clip, "Largest norm of the mean gradient; 0: any");
   add_choice(command, "--schedule", s.schedule, {"constant", "step", "cosine"}, "How the learning rate falls");
   number("--warmup", s.warmup, "Epochs in which it rises first");
-  command.add_option("--drop-at", s.drop_at, "Schedule step: epochs at which it drops, e.g. 100,150")->type_name("E,E")->delimiter(',');
+  command.add_option("--drop-at", s.drop_at, "Schedule step: epochs at which it drops, e.g. 100,150")
+      ->type_name("E,E")
+      ->delimiter(',');
   number("--drop", s.drop, "... to so much of it");
 
   command.option_defaults()->group("What is kept and shown");
-  add_whole(command, "--save-every", p.save_every, 0, uint64_t{1} << 40, "Steps between checkpoints; 0: after each epoch");
-  add_whole(command, "--meter-every", p.meter_every, 0, uint64_t{1} << 40, "Steps between measurements of each layer's error; 0: an epoch");
+  add_whole(command, "--save-every", p.save_every, 0, uint64_t{1} << 40,
+            "Steps between checkpoints; 0: after each epoch");
+  add_whole(command, "--meter-every", p.meter_every, 0, uint64_t{1} << 40,
+            "Steps between measurements of each layer's error; 0: an epoch");
   command.add_flag("--check", p.check, "Compare a hash of all workers' weights at every step");
   number("--timeout", p.timeout, "Seconds until a silent worker is given up");
   command.add_flag("--json", options.json, "Events as JSON lines instead of a table");
@@ -99,7 +112,11 @@ void add_training(CLI::App& command, TrainingOptions& options) {
 void fill_in(TrainingOptions& options) {
   train::Settings& s = options.settings;
   const auto given = [&](const char* name) { return options.command->get_option(name)->count() > 0; };
-  if (!given("--model")) s.model = s.task == "ag-news" ? "bilstm" : s.task == "text" ? "gpt" : s.task.starts_with("cifar") ? "resnet20" : "cnn";
+  if (!given("--model"))
+    s.model = s.task == "ag-news"           ? "bilstm"
+              : s.task == "text"            ? "gpt"
+              : s.task.starts_with("cifar") ? "resnet20"
+                                            : "cnn";
   const bool sequence = s.model.starts_with("gpt") || s.model.starts_with("bilstm");
   if (!given("--optimizer") && sequence) s.optimizer = s.model.starts_with("gpt") ? "adamw" : "adam";
   if (s.optimizer != "sgd") {

@@ -21,13 +21,19 @@ int64_t elements_of(const Samples& samples) {
 }  // namespace
 
 Batches::Batches(const Task& task, const Settings& settings, int rank, torch::Device device)
-    : task_(task), settings_(settings), rank_(static_cast<uint64_t>(rank)), per_epoch_(settings.steps_per_epoch(task.train.count)), device_(device) {
+    : task_(task),
+      settings_(settings),
+      rank_(static_cast<uint64_t>(rank)),
+      per_epoch_(settings.steps_per_epoch(task.train.count)),
+      device_(device) {
   if (per_epoch_ == 0)
     throw Error(ErrorKind::usage,
-                fmt::format("batch {} x {} passes x {} workers are {} samples a step; {} has {} training samples: take smaller batches or "
+                fmt::format("batch {} x {} passes x {} workers are {} samples a step; {} has {} training samples: take "
+                            "smaller batches or "
                             "fewer workers",
                             settings.batch, settings.accumulate, settings.workers,
-                            static_cast<uint64_t>(settings.batch) * static_cast<uint64_t>(settings.accumulate) * static_cast<uint64_t>(settings.workers),
+                            static_cast<uint64_t>(settings.batch) * static_cast<uint64_t>(settings.accumulate) *
+                                static_cast<uint64_t>(settings.workers),
                             task.name, task.train.count),
                 "batch");
   if (task.vocabulary == 0) {
@@ -45,7 +51,8 @@ Batch Batches::training(uint64_t step, int pass) {
     order_ = epoch_order(task_.train.count, settings_.seed, epoch);
     ordered_epoch_ = epoch;
   }
-  const uint64_t passes = static_cast<uint64_t>(settings_.accumulate), workers = static_cast<uint64_t>(settings_.workers);
+  const uint64_t passes = static_cast<uint64_t>(settings_.accumulate),
+                 workers = static_cast<uint64_t>(settings_.workers);
   const uint64_t first = (((step % per_epoch_) * passes + static_cast<uint64_t>(pass)) * workers + rank_) * batch;
   return collect(task_.train, std::span(order_).subspan(first, batch), true, epoch);
 }
@@ -54,7 +61,8 @@ std::vector<std::pair<uint64_t, uint64_t>> Batches::test_ranges() const {
   const uint64_t workers = static_cast<uint64_t>(settings_.workers), count = task_.test.count;
   std::vector<std::pair<uint64_t, uint64_t>> ranges;
   const uint64_t end = (rank_ + 1) * count / workers;
-  for (uint64_t first = rank_ * count / workers; first < end; first += kTestBatch) ranges.emplace_back(first, std::min(kTestBatch, end - first));
+  for (uint64_t first = rank_ * count / workers; first < end; first += kTestBatch)
+    ranges.emplace_back(first, std::min(kTestBatch, end - first));
   return ranges;
 }
 
@@ -65,7 +73,8 @@ Batch Batches::test(uint64_t first, uint64_t count) const {
 }
 
 Batch Batches::collect(const Samples& samples, std::span<const uint32_t> which, bool augment, uint64_t epoch) const {
-  const int64_t rows = static_cast<int64_t>(which.size()), each = elements_of(samples), labels_each = static_cast<int64_t>(samples.labels_each);
+  const int64_t rows = static_cast<int64_t>(which.size()), each = elements_of(samples),
+                labels_each = static_cast<int64_t>(samples.labels_each);
   std::vector<int64_t> shape{rows};
   shape.insert(shape.end(), samples.shape.begin(), samples.shape.end());
   torch::Tensor inputs = torch::empty(shape, task_.vocabulary > 0 ? torch::kInt64 : torch::kUInt8);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Batches for one worker. A step takes workers x accumulate x batch samples of the epoch's order, this worker its own part of them; what
-// does not fill a step at an epoch's end is left out. Which samples a step sees depends on (seed, step) and these numbers alone, so a
-// restarted run goes on with the samples that were due.
+// Batches for one worker. A step takes workers x accumulate x batch samples of the epoch's order, this worker its own
+// part of them; what does not fill a step at an epoch's end is left out. Which samples a step sees depends on (seed,
+// step) and these numbers alone, so a restarted run goes on with the samples that were due.
 #pragma once
 
 #include <torch/types.h>

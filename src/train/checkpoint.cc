@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "train/checkpoint.h"
 
+#include <caffe2/serialize/inline_container.h>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <torch/autograd.h>
-#include <caffe2/serialize/inline_container.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/csrc/jit/serialization/pickler.h>
 #include <unistd.h>
+#include <xxhash.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -15,8 +16,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-
-#include <xxhash.h>
 
 #include "gradwire/error.h"
 
@@ -76,22 +75,26 @@ nlohmann::json parse(const std::string& path, const std::string& text) {
 std::string read_checked(const std::string& folder, const std::string& name) {
   const std::string manifest_path = folder + "/manifest.json", path = folder + "/" + name;
   const nlohmann::json manifest = parse(manifest_path, read(manifest_path));
-  if (!manifest.contains(name)) throw Error(ErrorKind::frame, fmt::format("{}: is not in the checkpoint's manifest", path), "checkpoint");
+  if (!manifest.contains(name))
+    throw Error(ErrorKind::frame, fmt::format("{}: is not in the checkpoint's manifest", path), "checkpoint");
   std::string bytes = read(path);
   const nlohmann::json& entry = manifest[name];
   if (bytes.size() != entry.value("bytes", uint64_t{0}) || hash_of(bytes) != entry.value("hash", ""))
-    throw Error(ErrorKind::frame, fmt::format("{}: damaged: {} bytes with hash {}, the manifest says {}", path, bytes.size(), hash_of(bytes), entry.dump()),
+    throw Error(ErrorKind::frame,
+                fmt::format("{}: damaged: {} bytes with hash {}, the manifest says {}", path, bytes.size(),
+                            hash_of(bytes), entry.dump()),
                 "checkpoint");
   return bytes;
 }
 
-// A dictionary of tensors as Python's torch.save writes it. torch::pickle_save would also note the dictionary's C++ type, which torch.load refuses
-// unless it is told to trust the file.
+// A dictionary of tensors as Python's torch.save writes it. torch::pickle_save would also note the dictionary's C++
+// type, which torch.load refuses unless it is told to trust the file.
 std::string pack(const TensorMap& tensors) {
   c10::impl::GenericDict dictionary(c10::StringType::get(), c10::TensorType::get());
   for (const auto& [name, tensor] : tensors) dictionary.insert(name, tensor.detach().to(torch::kCPU).contiguous());
   std::string pickled, bytes;
-  torch::jit::Pickler pickler([&](const char* data, size_t size) { pickled.append(data, size); }, nullptr, nullptr, nullptr, nullptr, false);
+  torch::jit::Pickler pickler([&](const char* data, size_t size) { pickled.append(data, size); }, nullptr, nullptr,
+                              nullptr, nullptr, false);
   pickler.protocol();
   pickler.pushIValue(dictionary);
   pickler.stop();
@@ -115,12 +118,14 @@ void unpack(const std::string& path, const std::string& bytes, const TensorMap& 
   const auto refuse = [&](const std::string& why) {
     throw Error(ErrorKind::frame, fmt::format("{}: {}: the checkpoint is of another model", path, why), "checkpoint");
   };
-  if (stored.size() != tensors.size()) refuse(fmt::format("has {} tensors, the model needs {}", stored.size(), tensors.size()));
+  if (stored.size() != tensors.size())
+    refuse(fmt::format("has {} tensors, the model needs {}", stored.size(), tensors.size()));
   for (const auto& [name, tensor] : tensors) {
     const auto found = stored.find(name);
     if (found == stored.end()) refuse(fmt::format("has no tensor '{}'", name));
     const torch::Tensor value = found->value().toTensor();
-    if (value.sizes() != tensor.sizes() || value.scalar_type() != tensor.scalar_type()) refuse(fmt::format("tensor '{}' has another shape or type", name));
+    if (value.sizes() != tensor.sizes() || value.scalar_type() != tensor.scalar_type())
+      refuse(fmt::format("tensor '{}' has another shape or type", name));
     torch::Tensor(tensor).copy_(value);
   }
 }
@@ -164,12 +169,14 @@ void expect_writable(const std::string& path) {
   ::unlink(unfinished.c_str());
 }
 
-Checkpoints::Checkpoints(std::string directory, Control& control) : directory_(std::move(directory)), control_(control) {
+Checkpoints::Checkpoints(std::string directory, Control& control)
+    : directory_(std::move(directory)), control_(control) {
   control_.together([&] {
     if (control_.rank() != 0) return;
     std::error_code error;
     fs::create_directories(directory_, error);
-    if (error) throw Error(ErrorKind::io, fmt::format("{}: cannot be made: {}", directory_, error.message()), "checkpoint");
+    if (error)
+      throw Error(ErrorKind::io, fmt::format("{}: cannot be made: {}", directory_, error.message()), "checkpoint");
     for (const auto& entry : fs::directory_iterator(directory_))  // what a killed run left
       if (entry.path().filename().string().starts_with("unfinished-")) fs::remove_all(entry.path());
   });
@@ -179,11 +186,13 @@ std::string Checkpoints::path_of(uint64_t step) const { return fmt::format("{}/s
 
 std::optional<uint64_t> Checkpoints::newest() const {
   std::optional<uint64_t> best;
-  for (const auto& entry : fs::directory_iterator(directory_)) best = std::max(best, step_of(entry.path()));  // nothing is less than any step
+  for (const auto& entry : fs::directory_iterator(directory_))
+    best = std::max(best, step_of(entry.path()));  // nothing is less than any step
   return best;
 }
 
-void Checkpoints::save(uint64_t step, const nlohmann::json& state, const TensorMap& weights, const TensorMap& buffers, Exchange& exchange) {
+void Checkpoints::save(uint64_t step, const nlohmann::json& state, const TensorMap& weights, const TensorMap& buffers,
+                       Exchange& exchange) {
   const int rank = control_.rank();
   const std::string folder = fmt::format("{}/unfinished-{}", directory_, step), final = path_of(step);
   try {
@@ -209,7 +218,9 @@ void Checkpoints::save(uint64_t step, const nlohmann::json& state, const TensorM
       }
       for (int p = 0; p < control_.size(); ++p)
         if (!manifest.contains(buffers_file(p)))
-          throw Error(ErrorKind::io, fmt::format("{}: {} is not there: do all workers see one file system?", folder, buffers_file(p)), "checkpoint");
+          throw Error(ErrorKind::io,
+                      fmt::format("{}: {} is not there: do all workers see one file system?", folder, buffers_file(p)),
+                      "checkpoint");
       write(folder + "/" + kManifest, manifest.dump(1));
       sync(folder);
       fs::remove_all(final);
@@ -220,8 +231,11 @@ void Checkpoints::save(uint64_t step, const nlohmann::json& state, const TensorM
   } catch (const Error& error) {
     if (std::error_code ignored; rank == 0) fs::remove_all(folder, ignored);
     const std::optional<uint64_t> last = newest();
-    throw Error(error.kind(), fmt::format("{} ({})", error.what(), last ? fmt::format("the checkpoint of step {} is whole", *last) : "there is no older checkpoint"),
-                "checkpoint", error.rank());
+    throw Error(
+        error.kind(),
+        fmt::format("{} ({})", error.what(),
+                    last ? fmt::format("the checkpoint of step {} is whole", *last) : "there is no older checkpoint"),
+        "checkpoint", error.rank());
   }
 }
 
@@ -233,7 +247,9 @@ void Checkpoints::prune() const {
   for (size_t i = 0; i + 2 < steps.size(); ++i) fs::remove_all(path_of(steps[i]));
 }
 
-nlohmann::json Checkpoints::state(uint64_t step) const { return parse(path_of(step) + "/" + kState, read_checked(path_of(step), kState)); }
+nlohmann::json Checkpoints::state(uint64_t step) const {
+  return parse(path_of(step) + "/" + kState, read_checked(path_of(step), kState));
+}
 
 void Checkpoints::load(uint64_t step, const TensorMap& weights, const TensorMap& buffers, Exchange& exchange) {
   const std::string folder = path_of(step), own = buffers_file(control_.rank());

@@ -7,8 +7,9 @@
 //   rank-2-bucket-0.residuals   what rank 2 still owes, and what its codecs have learned
 //   manifest.json          size and hash of each of these, written last
 //
-// It is written under another name and renamed when it is complete and on disk: a run killed at any moment, or a full disk, leaves the
-// checkpoints before it as they were. The two newest are kept. Workers in several processes must see one file system.
+// It is written under another name and renamed when it is complete and on disk: a run killed at any moment, or a full
+// disk, leaves the checkpoints before it as they were. The two newest are kept. Workers in several processes must see
+// one file system.
 #pragma once
 
 #include <torch/types.h>
@@ -31,11 +32,12 @@ class Checkpoints {
 
   std::optional<uint64_t> newest() const;  // the last saved step
   // Collective.
-  void save(uint64_t step, const nlohmann::json& state, const TensorMap& weights, const TensorMap& buffers, Exchange& exchange);
+  void save(uint64_t step, const nlohmann::json& state, const TensorMap& weights, const TensorMap& buffers,
+            Exchange& exchange);
 
   nlohmann::json state(uint64_t step) const;
-  // Collective. Fills tensors that have the names and shapes that were saved, and the residuals; Error{frame} names the file that is damaged or of another
-  // model.
+  // Collective. Fills tensors that have the names and shapes that were saved, and the residuals; Error{frame} names the
+  // file that is damaged or of another model.
   void load(uint64_t step, const TensorMap& weights, const TensorMap& buffers, Exchange& exchange);
 
  private:

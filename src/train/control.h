@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What workers tell each other besides gradients: small values, over an engine of their own, so that the bytes of gradients are counted
-// alone and these calls need no order among theirs.
+// What workers tell each other besides gradients: small values, over an engine of their own, so that the bytes of
+// gradients are counted alone and these calls need no order among theirs.
 #pragma once
 
 #include <cstring>
@@ -19,7 +19,9 @@ namespace gradwire::train {
 
 class Control {
  public:
-  Control(Engine& engine, std::chrono::milliseconds timeout) : engine_(engine.split(0)) { engine_->set_timeout(timeout); }
+  Control(Engine& engine, std::chrono::milliseconds timeout) : engine_(engine.split(0)) {
+    engine_->set_timeout(timeout);
+  }
   Engine& engine() { return *engine_; }
   uint64_t bytes_sent() const { return engine_->bytes_sent(); }  // the engine it was split from counts them too
   int rank() const { return engine_->rank(); }
@@ -39,7 +41,8 @@ class Control {
   // Rank 0's bytes reach everybody.
   void broadcast(std::span<std::byte> bytes) { engine_->broadcast(bytes, 0).wait(); }
 
-  // Runs `work`, which may fail on one rank alone; then all ranks fail: that one with its own error, the others with its words.
+  // Runs `work`, which may fail on one rank alone; then all ranks fail: that one with its own error, the others with
+  // its words.
   void together(const std::function<void()>& work) {
     struct Words {
       ErrorKind kind = ErrorKind::usage;
@@ -63,7 +66,9 @@ class Control {
     const std::vector<Words> all = gather(mine);
     if (failure) std::rethrow_exception(failure);
     for (size_t rank = 0; rank < all.size(); ++rank)
-      if (all[rank].failed) throw Error(all[rank].kind, "worker " + std::to_string(rank) + ": " + all[rank].text, {}, static_cast<int>(rank));
+      if (all[rank].failed)
+        throw Error(all[rank].kind, "worker " + std::to_string(rank) + ": " + all[rank].text, {},
+                    static_cast<int>(rank));
   }
 
  private:

@@ -22,7 +22,9 @@ NamedTensor describe(const NamedParameter& parameter) {
           .dimensions = static_cast<int>(parameter.tensor.dim())};
 }
 
-c10::Stream new_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device); }
+c10::Stream new_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
 
 // What `later` does from now on comes after what `earlier` was told so far.
 void order_streams(const c10::Stream& earlier, const c10::Stream& later) {
@@ -47,9 +49,13 @@ struct Exchange::Bucket {
   Handle handle;
 };
 
-Exchange::Exchange(Engine& engine, std::vector<NamedParameter> parameters, const ReduceOptions& options, double bucket_bytes,
-                   std::optional<c10::Stream> stream)
-    : engine_(engine), parameters_(std::move(parameters)), options_(options), stream_(stream), bucket_of_(parameters_.size()) {
+Exchange::Exchange(Engine& engine, std::vector<NamedParameter> parameters, const ReduceOptions& options,
+                   double bucket_bytes, std::optional<c10::Stream> stream)
+    : engine_(engine),
+      parameters_(std::move(parameters)),
+      options_(options),
+      stream_(stream),
+      bucket_of_(parameters_.size()) {
   double filled = 0;
   for (size_t i = parameters_.size(); i-- > 0;) {
     const double bytes = 4.0 * static_cast<double>(parameters_[i].tensor.numel());
@@ -79,7 +85,8 @@ Exchange::Exchange(Engine& engine, std::vector<NamedParameter> parameters, const
 }
 
 Exchange::~Exchange() {
-  for (const NamedParameter& parameter : parameters_) torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, nullptr);
+  for (const NamedParameter& parameter : parameters_)
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, nullptr);
 }
 
 void Exchange::begin(uint64_t step, double loss_scale, double rate, bool overlap) {
@@ -207,7 +214,8 @@ std::vector<Exchange::Learned> Exchange::learned() const {
       const std::vector<Codec> codecs = bucket->reducer->codecs(side);
       for (size_t k = 0; k < codecs.size(); ++k) {
         if (codecs[k].table().empty()) continue;
-        auto known = std::find_if(all.begin(), all.end(), [&](const Learned& one) { return one.side == side && one.codec == codecs[k]; });
+        auto known = std::find_if(all.begin(), all.end(),
+                                  [&](const Learned& one) { return one.side == side && one.codec == codecs[k]; });
         if (known == all.end()) known = all.insert(all.end(), Learned{side, codecs[k], {}});
         known->tensors.push_back(parameters_[bucket->parameters[k]].name);
       }

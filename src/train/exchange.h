@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// How gradients leave a worker and come back as means. Parameters are grouped in buckets, last layer first, one Reducer each; while
-// back-propagation goes on, a bucket whose gradients are all there is sent at once, always in the same order on all ranks.
+// How gradients leave a worker and come back as means. Parameters are grouped in buckets, last layer first, one Reducer
+// each; while back-propagation goes on, a bucket whose gradients are all there is sent at once, always in the same
+// order on all ranks.
 //
-// Hooks run where autograd does, on a GPU in one thread for all workers of the process: they only enqueue. Waiting is for the worker's own
-// thread, in finish().
+// Hooks run where autograd does, on a GPU in one thread for all workers of the process: they only enqueue. Waiting is
+// for the worker's own thread, in finish().
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -26,7 +27,8 @@ struct NamedParameter {
 class Exchange {
  public:
   // `stream`: where the worker computes, on a GPU.
-  Exchange(Engine& engine, std::vector<NamedParameter> parameters, const ReduceOptions& options, double bucket_bytes, std::optional<c10::Stream> stream);
+  Exchange(Engine& engine, std::vector<NamedParameter> parameters, const ReduceOptions& options, double bucket_bytes,
+           std::optional<c10::Stream> stream);
   ~Exchange();
 
   // The next backward pass brings the gradients of `step`; with `overlap` they leave as they come, else in finish().
@@ -53,7 +55,8 @@ class Exchange {
     Codec codec;
     std::vector<std::string> tensors;
   };
-  std::vector<Learned> learned() const;  // codecs with what they had learned at the last step, and which tensors use them
+  std::vector<Learned> learned()
+      const;  // codecs with what they had learned at the last step, and which tensors use them
 
  private:
   struct Bucket;

@@ -13,10 +13,14 @@ constexpr double kBeta1 = 0.9, kBeta2 = 0.999, kEpsilon = 1e-8;
 }  // namespace
 
 Optimizer::Optimizer(const Settings& settings, std::vector<torch::Tensor> parameters)
-    : kind_(settings.optimizer), momentum_(settings.momentum), weight_decay_(settings.weight_decay), parameters_(std::move(parameters)) {
+    : kind_(settings.optimizer),
+      momentum_(settings.momentum),
+      weight_decay_(settings.weight_decay),
+      parameters_(std::move(parameters)) {
   const int copies = kind_ != "sgd" ? 2 : momentum_ > 0 ? 1 : 0;
   for (int copy = 0; copy < copies; ++copy)
-    for (const torch::Tensor& parameter : parameters_) state_.push_back(torch::zeros_like(parameter, torch::MemoryFormat::Contiguous));
+    for (const torch::Tensor& parameter : parameters_)
+      state_.push_back(torch::zeros_like(parameter, torch::MemoryFormat::Contiguous));
 }
 
 std::vector<torch::Tensor> Optimizer::gradients() const {
@@ -51,8 +55,10 @@ void Optimizer::sgd(const std::vector<torch::Tensor>& gradients, double rate) {
 }
 
 void Optimizer::adam(const std::vector<torch::Tensor>& gradients, double rate) {
-  const std::vector<torch::Tensor> first(state_.begin(), state_.begin() + static_cast<std::ptrdiff_t>(parameters_.size()));
-  const std::vector<torch::Tensor> second(state_.begin() + static_cast<std::ptrdiff_t>(parameters_.size()), state_.end());
+  const std::vector<torch::Tensor> first(state_.begin(),
+                                         state_.begin() + static_cast<std::ptrdiff_t>(parameters_.size()));
+  const std::vector<torch::Tensor> second(state_.begin() + static_cast<std::ptrdiff_t>(parameters_.size()),
+                                          state_.end());
   if (weight_decay_ > 0 && kind_ == "adamw") torch::_foreach_mul_(parameters_, 1 - rate * weight_decay_);
   if (weight_decay_ > 0 && kind_ == "adam") torch::_foreach_add_(gradients, parameters_, weight_decay_);
   torch::_foreach_mul_(first, kBeta1);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// SGD with momentum, Adam and AdamW over lists of tensors, with the arithmetic of torch.optim: a few operations on all parameters at
-// once, so that on a GPU a model of many small tensors is not many small launches. State is plain tensors, in a fixed order.
+// SGD with momentum, Adam and AdamW over lists of tensors, with the arithmetic of torch.optim: a few operations on all
+// parameters at once, so that on a GPU a model of many small tensors is not many small launches. State is plain
+// tensors, in a fixed order.
 #pragma once
 
 #include <torch/types.h>

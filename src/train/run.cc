@@ -22,8 +22,11 @@ int cores() { return std::max(1, static_cast<int>(std::thread::hardware_concurre
 
 void check_device(const Settings& settings) {
   if (settings.device != "cuda") return;
-  const char* missing = !torch::cuda::is_available() ? "this torch sees no GPU" : cuda_devices() == 0 ? "this build has no CUDA codecs, or no GPU" : nullptr;
-  if (missing) throw Error(ErrorKind::unsupported, fmt::format("--device cuda: {}; see gradwire doctor", missing), "device");
+  const char* missing = !torch::cuda::is_available() ? "this torch sees no GPU"
+                        : cuda_devices() == 0        ? "this build has no CUDA codecs, or no GPU"
+                                                     : nullptr;
+  if (missing)
+    throw Error(ErrorKind::unsupported, fmt::format("--device cuda: {}; see gradwire doctor", missing), "device");
 }
 
 void check_timeout(double seconds) {
@@ -55,7 +58,8 @@ std::string processor() {
 }  // namespace
 
 std::string machine() {
-  return fmt::format("{} x {}{}, torch {}", cores(), processor(), torch::cuda::is_available() ? ", " + cuda_description() : "", TORCH_VERSION);
+  return fmt::format("{} x {}{}, torch {}", cores(), processor(),
+                     torch::cuda::is_available() ? ", " + cuda_description() : "", TORCH_VERSION);
 }
 
 nlohmann::json run(const Job& job, Engine* engine) {
@@ -65,7 +69,8 @@ nlohmann::json run(const Job& job, Engine* engine) {
   check_device(settings);
   set_determinism(settings.deterministic);
   if (engine && engine->size() != settings.workers)
-    throw Error(ErrorKind::usage, fmt::format("workers is {}; {} processes were started", settings.workers, engine->size()), "workers");
+    throw Error(ErrorKind::usage,
+                fmt::format("workers is {}; {} processes were started", settings.workers, engine->size()), "workers");
   // Workers in other processes have the machine to themselves as far as one can know: one thread each unless told.
   const int threads = settings.threads > 0 ? settings.threads : engine ? 1 : std::max(1, cores() / settings.workers);
 

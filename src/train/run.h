@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A whole run: its workers as threads of this process, or this process as one worker among those of an engine. No torch in this header.
+// A whole run: its workers as threads of this process, or this process as one worker among those of an engine. No torch
+// in this header.
 #pragma once
 
 #include <atomic>
@@ -23,8 +24,8 @@ struct Job {
   const std::atomic<bool>& stop;  // somebody pressed Ctrl-C
 };
 
-// Throws before anything is trained where the settings cannot be, on this machine or at all. The record is rank 0's (docs/training.md), null on
-// other ranks. `engine`: null for workers as threads.
+// Throws before anything is trained where the settings cannot be, on this machine or at all. The record is rank 0's
+// (docs/training.md), null on other ranks. `engine`: null for workers as threads.
 nlohmann::json run(const Job& job, Engine* engine = nullptr);
 
 std::string machine();  // in words, for records

@@ -36,14 +36,16 @@ TaskOptions Settings::task_options(const std::string& directory) const {
 std::string Settings::up() const {
   bool all_alike = true;  // then they say nothing: fp32 with 1d=fp32 is fp32, and compares as such
   std::istringstream list(rules);
-  for (std::string rule; std::getline(list, rule, ';');) all_alike = all_alike && (rule.empty() || rule.substr(rule.find('=') + 1) == codec);
+  for (std::string rule; std::getline(list, rule, ';');)
+    all_alike = all_alike && (rule.empty() || rule.substr(rule.find('=') + 1) == codec);
   if (all_alike) return codec;
   return fmt::format("{}{}*={}", rules, rules.ends_with(';') ? "" : ";", codec);
 }
 
 std::string Settings::extras() const {
   if (up() == "fp32") return {};  // it has neither
-  return (feedback == "codec" ? "" : ", feedback " + feedback) + (residual == "f32" ? "" : ", residuals " + residual) + (down.empty() ? "" : ", down " + down);
+  return (feedback == "codec" ? "" : ", feedback " + feedback) + (residual == "f32" ? "" : ", residuals " + residual) +
+         (down.empty() ? "" : ", down " + down);
 }
 
 ReduceOptions Settings::reduce_options() const {
@@ -90,10 +92,12 @@ void Settings::check() const {
   check_range("drop", drop, 0, 1);
   check_range("dropout", dropout, 0, 0.99);
   for (double epoch : drop_at) check_range("drop-at", epoch, 0, 1e6);
-  if (precision != "fp32" && device == "cpu") refuse("precision", precision + " on the CPU", "fp32 there; bf16 and fp16 need --device cuda");
+  if (precision != "fp32" && device == "cpu")
+    refuse("precision", precision + " on the CPU", "fp32 there; bf16 and fp16 need --device cuda");
   if (schedule == "step" && drop_at.empty()) refuse("drop-at", "empty", "at least one epoch with --schedule step");
   if (schedule != "step" && !drop_at.empty()) refuse("drop-at", "given", "only --schedule step");
-  if (collective == "gather" && !down.empty()) refuse("down", "'" + down + "'", "only --collective scatter, which sends means down");
+  if (collective == "gather" && !down.empty())
+    refuse("down", "'" + down + "'", "only --collective scatter, which sends means down");
   Rules::parse(up());
   if (!down.empty()) Rules::parse(down);
 }

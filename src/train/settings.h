@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Everything that a run of training is told. What decides its weights (Settings) is kept in checkpoints and compared when a run is resumed;
-// where things go and how they are shown (Places) may differ.
+// Everything that a run of training is told. What decides its weights (Settings) is kept in checkpoints and compared
+// when a run is resumed; where things go and how they are shown (Places) may differ.
 #pragma once
 
 #include <cstdint>
@@ -47,8 +47,8 @@ struct Settings {
   std::string optimizer = "sgd";
   double rate = 0.05, momentum = 0.9, weight_decay = 5e-4, clip = 0;
   std::string schedule = "cosine";
-  double warmup = 0;             // epochs
-  std::vector<double> drop_at;   // epochs
+  double warmup = 0;            // epochs
+  std::vector<double> drop_at;  // epochs
   double drop = 0.1;
 
   TaskOptions task_options(const std::string& directory) const;
@@ -60,9 +60,10 @@ struct Settings {
   // Throws Error{usage} naming the first setting that cannot be.
   void check() const;
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Settings, task, model, length, vocabulary, words, limit, dropout, workers, device, precision,
-                                   deterministic, threads, codec, rules, down, collective, feedback, residual, bucket_mb, seed, epochs, steps,
-                                   batch, accumulate, optimizer, rate, momentum, weight_decay, clip, schedule, warmup, drop_at, drop)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Settings, task, model, length, vocabulary, words, limit, dropout, workers, device,
+                                   precision, deterministic, threads, codec, rules, down, collective, feedback,
+                                   residual, bucket_mb, seed, epochs, steps, batch, accumulate, optimizer, rate,
+                                   momentum, weight_decay, clip, schedule, warmup, drop_at, drop)
 
 struct Places {
   std::string data;          // directory of the data set

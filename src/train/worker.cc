@@ -12,9 +12,6 @@
 
 #include <chrono>
 #include <cmath>
-#include <sstream>
-
-#include <xxhash.h>
 
 #include "core/bits.h"
 #include "gradwire/error.h"
@@ -22,23 +19,14 @@
 namespace gradwire::train {
 namespace {
 
-double wall_seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+double wall_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 double thread_seconds() {
   timespec now{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
-
-// Sums and differences of the parts of a Seconds.
-template <class S, class F>
-S combine(const S& a, const S& b, F f) {
-  S c;
-  c.wall = f(a.wall, b.wall);
-  c.compute = f(a.compute, b.compute);
-  c.wait = f(a.wait, b.wait);
-  c.codec = {f(a.codec.encode, b.codec.encode), f(a.codec.wait, b.codec.wait), f(a.codec.decode, b.codec.decode)};
-  return c;
 }
 
 // The model computes in half precision inside this scope.
@@ -62,11 +50,9 @@ class Autocast {
 // Threads share one GPU; processes have one each, as far as there are enough.
 torch::Device device_of(const Settings& settings, const Engine& engine) {
   if (settings.device != "cuda") return torch::kCPU;
-  return {torch::kCUDA, static_cast<c10::DeviceIndex>(engine.name() == "mpi" ? engine.rank() % std::max(1, cuda_devices()) : 0)};
+  return {torch::kCUDA,
+          static_cast<c10::DeviceIndex>(engine.name() == "mpi" ? engine.rank() % std::max(1, cuda_devices()) : 0)};
 }
-
-nlohmann::json number(double value) { return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json(nullptr); }
-double number_of(const nlohmann::json& value) { return value.is_null() ? NAN : value.get<double>(); }
 
 }  // namespace
 
@@ -93,7 +79,8 @@ Worker::Worker(Engine& engine, const Job& job)
   if (device_.is_cuda()) stream_ = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
   const c10::OptionalStreamGuard guard(stream_);
   noise_ = std::make_shared<Noise>(device_);
-  model_ = make_model({.spec = settings_.model, .dropout = settings_.dropout, .seed = settings_.seed}, job.task, noise_, device_);
+  model_ = make_model({.spec = settings_.model, .dropout = settings_.dropout, .seed = settings_.seed}, job.task, noise_,
+                      device_);
   std::vector<NamedParameter> named;
   std::vector<torch::Tensor> tensors;
   for (const auto& item : model_->named_parameters()) {
@@ -155,14 +142,15 @@ nlohmann::json Worker::train() {
 void Worker::step() {
   const double rate = rate_at(settings_, step_, batches_.steps_per_epoch(), total_);
   const uint64_t meter = job_.places.meter_every > 0 ? job_.places.meter_every : batches_.steps_per_epoch();
-  const bool metered = (step_ + 1) % meter == 0;
+  const bool metered = (step_ + 1) % meter == 0 || (job_.places.meter_every == 0 && step_ + 1 == total_);
   const double wall = wall_seconds(), processor = thread_seconds(), waited = seconds_.wait;
 
   optimizer_->forget_gradients();
   std::vector<Score> scores;  // read when the GPU has nothing left to do
   for (int pass = 0; pass < settings_.accumulate; ++pass) {
     const Batch batch = batches_.training(step_, pass);
-    noise_->begin(mix64(mix64(settings_.seed ^ mix64(step_)) ^ (static_cast<uint64_t>(pass) << 32 | static_cast<uint64_t>(engine_.rank()))));
+    noise_->begin(mix64(mix64(settings_.seed ^ mix64(step_)) ^
+                        (static_cast<uint64_t>(pass) << 32 | static_cast<uint64_t>(engine_.rank()))));
     const Score score = score_of(batch);
     scores.push_back(score);
     if (pass + 1 == settings_.accumulate) exchange_->begin(step_, scale_.value, rate, !metered);
@@ -177,7 +165,8 @@ void Worker::step() {
   if (metered) measure_layers(exact);
   take_step(rate);
 
-  // Of a worker that is one thread its processor time tells what it would take on a core of its own, however many share this machine.
+  // Of a worker that is one thread its processor time tells what it would take on a core of its own, however many share
+  // this machine.
   const bool own_thread = device_.is_cpu() && at::get_num_threads() == 1;
   const double passed = wall_seconds() - wall;
   seconds_.wall += passed;
@@ -229,7 +218,8 @@ void Worker::measure_layers(const std::vector<torch::Tensor>& exact) {
   for (const auto& item : model_->named_parameters()) {
     const torch::Tensor truth = exact[i++].to(torch::kDouble), result = item.value().grad().to(torch::kDouble);
     const double size = truth.square().sum().item<double>(), got = result.square().sum().item<double>();
-    const double error = (truth - result).square().sum().item<double>(), product = (truth * result).sum().item<double>();
+    const double error = (truth - result).square().sum().item<double>(),
+                 product = (truth * result).sum().item<double>();
     tensors.push_back({{"name", item.key()},
                        {"elements", item.value().numel()},
                        {"error", number(size > 0 ? error / size : NAN)},
@@ -273,15 +263,15 @@ void Worker::end_epoch() {
   Seconds spent;
   double bytes = 0;
   const std::vector<Pulse> all = control_.gather(pulse());
-  const auto plus = [](double a, double b) { return a + b; };
   for (const Pulse& one : all) {
     trained.loss += one.sums.loss;
     trained.labels += one.sums.labels;
     trained.right += one.sums.right;
-    spent = combine(spent, one.seconds, plus);
+    spent += one.seconds;
     bytes += static_cast<double>(one.bytes_sent);
   }
-  const double workers = static_cast<double>(all.size()), labels = static_cast<double>(std::max<uint64_t>(1, trained.labels));
+  const double workers = static_cast<double>(all.size()),
+               labels = static_cast<double>(std::max<uint64_t>(1, trained.labels));
   const uint64_t per_epoch = batches_.steps_per_epoch(), steps = (step_ - 1) % per_epoch + 1;
   epochs_.push_back({{"epoch", (step_ - 1) / per_epoch + 1},
                      {"step", step_},
@@ -304,202 +294,6 @@ void Worker::end_epoch() {
   event["event"] = "epoch";
   event["skipped_steps"] = skipped_;
   tell(event);
-}
-
-Worker::Pulse Worker::pulse() const {
-  const auto plus = [](double a, double b) { return a + b; };
-  return {.sums = sums_,
-          .seconds = combine(seconds_, seconds_before_, plus),
-          .bytes_sent = engine_.bytes_sent() - control_.bytes_sent() + sent_before_,
-          .weights = job_.places.check ? weights_hash() : 0,
-          .stop = job_.stop.load()};
-}
-
-uint64_t Worker::weights_hash() const {
-  uint64_t hash = 0;
-  for (const torch::Tensor& parameter : optimizer_->parameters()) {
-    const torch::Tensor values = parameter.detach().to(torch::kCPU).contiguous();
-    hash = XXH3_64bits_withSeed(values.data_ptr(), values.nbytes(), hash);
-  }
-  return hash;
-}
-
-void Worker::compare_weights(const std::vector<uint64_t>& hashes) const {
-  for (size_t rank = 1; rank < hashes.size(); ++rank)
-    if (hashes[rank] != hashes[0])
-      throw Error(ErrorKind::mismatch, fmt::format("after step {} worker {} holds other weights than worker 0", step_, rank), "weights", static_cast<int>(rank));
-}
-
-void Worker::begin_or_resume() {
-  const std::optional<uint64_t> newest = checkpoints_ ? checkpoints_->newest() : std::nullopt;
-  if (newest && !job_.places.resume)
-    throw Error(ErrorKind::usage,
-                fmt::format("{} holds a checkpoint of step {}: add --resume to go on from it, or name another directory", job_.places.checkpoint, *newest),
-                "checkpoint");
-  if (newest) {
-    const nlohmann::json state = checkpoints_->state(*newest);
-    const nlohmann::json now = settings_, then = state.at("settings");
-    for (const auto& [name, value] : now.items())
-      if (!then.contains(name) || then[name] != value)
-        throw Error(ErrorKind::usage,
-                    fmt::format("{} was saved with {} = {}; this run has {}: resume with the same settings", job_.places.checkpoint, name,
-                                then.value(name, nlohmann::json()).dump(), value.dump()),
-                    name);
-    checkpoints_->load(*newest, weights(), buffers(), *exchange_);
-    step_ = saved_.emplace(*newest);
-    for (const nlohmann::json& one : state.at("workers")) {
-      told_.loss += number_of(one.at("loss"));
-      told_.labels += one.at("labels").get<uint64_t>();
-    }
-    const nlohmann::json& own = state.at("workers").at(static_cast<size_t>(control_.rank()));
-    sums_ = {number_of(own.at("loss")), own.at("labels"), own.at("right")};
-    sent_before_ = own.at("bytes_sent");
-    seconds_before_ = {own.at("wall"), own.at("compute"), own.at("wait"), {own.at("encode"), 0, own.at("decode")}};
-    skipped_ = state.at("skipped");
-    scale_.value = state.at("loss_scale");
-    scale_.good = state.at("good_steps");
-    optimizer_->steps = state.at("optimizer_steps");
-    bits_sum_ = state.at("bits_sum");
-    epochs_ = state.at("epochs");
-    bits_ = state.at("bits_over_time");
-    layers_ = state.at("layers");
-  }
-  compare_weights(control_.gather(weights_hash()));
-  nlohmann::json event = settings_;
-  event["event"] = "start";
-  event["parameters"] = exchange_->elements();
-  event["buckets"] = exchange_->buckets();
-  event["total_steps"] = total_;
-  event["steps_per_epoch"] = batches_.steps_per_epoch();
-  event["first_step"] = step_;
-  event["epochs_done"] = epochs_;
-  tell(event);
-}
-
-void Worker::save() {
-  if (!checkpoints_ || saved_ == step_) return;
-  nlohmann::json workers = nlohmann::json::array();
-  for (const Pulse& one : control_.gather(pulse()))
-    workers.push_back({{"loss", number(one.sums.loss)},
-                       {"labels", one.sums.labels},
-                       {"right", one.sums.right},
-                       {"bytes_sent", one.bytes_sent},
-                       {"wall", one.seconds.wall},
-                       {"compute", one.seconds.compute},
-                       {"wait", one.seconds.wait},
-                       {"encode", one.seconds.codec.encode},
-                       {"decode", one.seconds.codec.decode}});
-  const nlohmann::json state = {{"settings", settings_},
-                                {"step", step_},
-                                {"workers", workers},
-                                {"skipped", skipped_},
-                                {"loss_scale", scale_.value},
-                                {"good_steps", scale_.good},
-                                {"optimizer_steps", optimizer_->steps},
-                                {"bits_sum", bits_sum_},
-                                {"epochs", epochs_},
-                                {"bits_over_time", bits_},
-                                {"layers", layers_}};
-  checkpoints_->save(step_, state, weights(), buffers(), *exchange_);
-  saved_ = step_;
-  tell({{"event", "saved"}, {"step", step_}, {"directory", job_.places.checkpoint}});
-}
-
-TensorMap Worker::parameters() const {
-  TensorMap all;
-  for (const auto& item : model_->named_parameters()) all[item.key()] = item.value();
-  return all;
-}
-
-TensorMap Worker::buffers() const {
-  TensorMap all;
-  for (const auto& item : model_->named_buffers()) all[item.key()] = item.value();
-  return all;
-}
-
-TensorMap Worker::weights() const {
-  TensorMap all = parameters();
-  for (size_t i = 0; i < optimizer_->state().size(); ++i) all[fmt::format("optimizer.{:05}", i)] = optimizer_->state()[i];
-  return all;
-}
-
-nlohmann::json Worker::learned() const {
-  nlohmann::json list = nlohmann::json::array();
-  for (const Exchange::Learned& one : exchange_->learned()) {
-    nlohmann::json entry = {{"step", step_},
-                            {"side", one.side == Side::up ? "up" : "down"},
-                            {"codec", one.codec.str()},
-                            {"tensors", one.tensors},
-                            {"lines", one.codec.describe()}};
-    for (const std::string& line : one.codec.describe()) {
-      std::istringstream words(line);
-      std::string first;
-      if (!(words >> first) || first != "levels:") continue;
-      for (double level; words >> level;) entry["levels"].push_back(level);
-    }
-    list.push_back(entry);
-  }
-  return list;
-}
-
-nlohmann::json Worker::record() const {
-  const ReduceMemory held = exchange_->memory();
-  return {{"version", 1},
-          {"codec", settings_.up() + settings_.extras()},
-          {"canonical", Rules::parse(settings_.up()).str() + settings_.extras()},
-          {"seed", settings_.seed},
-          {"task", settings_.task},
-          {"model", settings_.model},
-          {"workers", settings_.workers},
-          {"collective", settings_.collective},
-          {"device", settings_.device},
-          {"engine", engine_.name()},
-          {"batch", settings_.batch},
-          {"optimizer", settings_.optimizer},
-          {"rate", settings_.rate},
-          {"schedule", settings_.schedule},
-          {"parameters", exchange_->elements()},
-          {"finished", step_ == total_},
-          {"weights", fmt::format("{:016x}", weights_hash())},
-          {"skipped_steps", skipped_},
-          {"metric", "accuracy"},
-          {"epochs", epochs_},
-          {"bits_over_time", bits_},
-          {"layers", layers_},
-          {"tables", learned()},
-          {"memory", {{"gradients", 4 * exchange_->elements()}, {"residuals", held.residuals}, {"messages", held.messages}, {"sums", held.sums}}},
-          {"settings", settings_}};
-}
-
-void Worker::tell(nlohmann::json event) const {
-  if (control_.rank() == 0 && job_.listener) job_.listener(event);
-}
-
-void Worker::tell_step(const std::vector<Pulse>& all) {
-  if (control_.rank() != 0 || !job_.listener) return;
-  Sums sums;
-  double bytes = 0;
-  for (const Pulse& one : all) {
-    sums.loss += one.sums.loss;
-    sums.labels += one.sums.labels;
-    sums.right += one.sums.right;
-    bytes += static_cast<double>(one.bytes_sent);
-  }
-  const double labels = static_cast<double>(std::max<uint64_t>(1, sums.labels));
-  const double samples = static_cast<double>(settings_.batch) * settings_.accumulate * settings_.workers;
-  const double each = (seconds_.wall + seconds_before_.wall) / static_cast<double>(step_);
-  tell({{"event", "step"},
-        {"epoch", (step_ - 1) / batches_.steps_per_epoch() + 1},
-        {"step", step_},
-        {"loss", number(sums.loss / labels)},
-        {"step_loss", number((sums.loss - told_.loss) / static_cast<double>(std::max<uint64_t>(1, sums.labels - told_.labels)))},
-        {"accuracy", static_cast<double>(sums.right) / labels},
-        {"bits", bits_.back()[1]},
-        {"bytes_sent", bytes / static_cast<double>(all.size())},
-        {"samples_per_second", samples / each},
-        {"seconds_left", each * static_cast<double>(total_ - step_)},
-        {"skipped_steps", skipped_}});
-  told_ = step_ % batches_.steps_per_epoch() == 0 ? Sums{} : sums;
 }
 
 }  // namespace gradwire::train

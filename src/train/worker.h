@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One worker of a run: the training loop, top to bottom, in worker.cc. All workers start from the same weights, see their own samples,
-// exchange gradients, and take the same steps: their weights are bit-identical at every step.
+// One worker of a run: the training loop, top to bottom, in worker.cc; what it keeps and tells, in worker_state.cc. All
+// workers start from the same weights, see their own samples, exchange gradients, and take the same steps: their
+// weights are bit-identical at every step.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -31,6 +32,8 @@ struct LossScale {
   void overflowed();
 };
 
+nlohmann::json number(double value);  // null if it is not finite
+
 class Worker {
  public:
   Worker(Engine& engine, const Job& job);
@@ -49,6 +52,7 @@ class Worker {
   struct Seconds {  // so far
     double wall = 0, compute = 0, wait = 0;
     ReduceTimes codec;
+    Seconds& operator+=(const Seconds& other);
   };
   // What workers tell each other after each step.
   struct Pulse {
@@ -92,17 +96,17 @@ class Worker {
   std::unique_ptr<Exchange> exchange_;
   std::unique_ptr<Checkpoints> checkpoints_;
 
-  uint64_t total_ = 0;                  // steps
-  uint64_t step_ = 0;                   // that comes next
+  uint64_t total_ = 0;  // steps
+  uint64_t step_ = 0;   // that comes next
   uint64_t skipped_ = 0;
-  std::optional<uint64_t> saved_;       // the step of the newest checkpoint
+  std::optional<uint64_t> saved_;  // the step of the newest checkpoint
   LossScale scale_;
   Sums sums_;
-  Sums told_;                           // all workers', as of the last event of a step
+  Sums told_;  // all workers', as of the last event of a step
   Seconds seconds_;
-  uint64_t sent_before_ = 0;            // bytes, before this process
+  uint64_t sent_before_ = 0;  // bytes, before this process
   Seconds seconds_before_;
-  double bits_sum_ = 0;                 // of this epoch
+  double bits_sum_ = 0;  // of this epoch
   bool stopping_ = false;
   nlohmann::json epochs_, bits_, layers_;  // measured so far
 };
