@@ -36,6 +36,8 @@ std::string text_of(const Device& device) {
 
 Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOptions& given)
     : collective(std::move(name)), tensors(list.begin(), list.end()), options(given), memory(memory_of(given.device)) {
+  if (options.device.kind == Device::Kind::cuda && cuda_devices() == 0)
+    throw Error(ErrorKind::unsupported, "no GPU can be used: " + cuda_description(), "device");
   std::set<std::string_view> names;
   for (const NamedTensor& tensor : tensors)
     if (!names.insert(tensor.name).second)
