@@ -5,10 +5,11 @@
 # The package's own CMake files are not used: they drag in the CUDA toolkit that torch was built with, by names that come and go.
 set(GRADWIRE_TORCH_PYTHON "" CACHE FILEPATH "A Python that has torch")
 set(GRADWIRE_TORCH_STATE "no (no Python with torch found)")
-foreach(python IN ITEMS "${GRADWIRE_TORCH_PYTHON}" "${PROJECT_SOURCE_DIR}/build/venv/bin/python3" python3)
-  if(python STREQUAL "")
-    continue()
-  endif()
+set(candidates "${PROJECT_SOURCE_DIR}/build/venv/bin/python3" python3)
+if(GRADWIRE_TORCH_PYTHON)  # the one that is named, or none
+  set(candidates "${GRADWIRE_TORCH_PYTHON}")
+endif()
+foreach(python IN LISTS candidates)
   execute_process(
     COMMAND ${python} -c "import torch, os; print(os.path.dirname(torch.__file__), torch.__version__, int(torch.compiled_with_cxx11_abi()), sep=';')"
     OUTPUT_VARIABLE answer ERROR_QUIET OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed)
