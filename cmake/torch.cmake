@@ -3,7 +3,7 @@
 # virtual environment of tools/setup.sh and the python3 on the path are asked. Sets GRADWIRE_HAS_TORCH and makes the target gradwire_torch.
 #
 # The package's own CMake files are not used: they drag in the CUDA toolkit that torch was built with, by names that come and go.
-set(GRADWIRE_TORCH_PYTHON "" CACHE FILEPATH "A Python that has torch")
+set(GRADWIRE_TORCH_PYTHON "" CACHE STRING "A Python that has torch")
 set(GRADWIRE_TORCH_STATE "no (no Python with torch found)")
 set(candidates "${PROJECT_SOURCE_DIR}/build/venv/bin/python3" python3)
 if(GRADWIRE_TORCH_PYTHON)  # the one that is named, or none
