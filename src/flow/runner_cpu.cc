@@ -193,7 +193,7 @@ class CpuRunner final : public Runner {
     s.end = task.end;
     s.dtype = t.dtype;
     s.first_block = t.first / kBlock;
-    s.region = body + region.begin;
+    s.region = body ? body + region.begin : nullptr;  // who only takes a sample has no message
     s.region_index = region.begin;
     return s;
   }

@@ -149,16 +149,15 @@ void Learner::learn(uint64_t step, std::span<const std::span<const std::byte>> r
 
 std::vector<std::byte> Learner::save() const {
   const std::vector<uint64_t> words = state_->subject->save();
-  std::vector<std::byte> bytes(words.size() * sizeof(uint64_t));
-  std::memcpy(bytes.data(), words.data(), bytes.size());
-  return bytes;
+  const auto bytes = std::as_bytes(std::span(words));  // there may be none, which memcpy would not take
+  return {bytes.begin(), bytes.end()};
 }
 
 void Learner::restore(std::span<const std::byte> state) {
   if (state.size() % sizeof(uint64_t) != 0)
     throw Error(ErrorKind::frame, fmt::format("learned state has {} bytes; expected a multiple of 8", state.size()), "learned");
   std::vector<uint64_t> words(state.size() / sizeof(uint64_t));
-  std::memcpy(words.data(), state.data(), state.size());
+  std::copy(state.begin(), state.end(), std::as_writable_bytes(std::span(words)).begin());
   state_->subject->restore(words);
 }
 
