@@ -96,11 +96,6 @@ void make_folder(const std::string& folder) {
   if (error) throw Error(ErrorKind::io, fmt::format("{}: cannot be made: {}", folder, error.message()), "out");
 }
 
-void write_text(const std::string& path, const std::string& text) {
-  const std::span<const std::byte> bytes = std::as_bytes(std::span(text));
-  write_file(path, std::span(&bytes, 1));
-}
-
 void compare(const CompareOptions& options, Engine* engine) {
   const std::atomic<bool>& stop = catch_interrupts();
   const bool leads = !engine || engine->rank() == 0;
@@ -140,7 +135,7 @@ void compare(const CompareOptions& options, Engine* engine) {
     if (!leads) continue;
     record["command"] = command_line();
     records.push_back(record);
-    write_text(path, record.dump(1) + "\n");
+    write_file(path, record.dump(1) + "\n");
     if (!stopped) fs::remove_all(places.checkpoint);
     if (!record["epochs"].empty()) write_report(options.out, records, false);
   }

@@ -140,6 +140,11 @@ void write_file(const std::string& path, std::span<const std::span<const std::by
   temporary.rename_to(path);
 }
 
+void write_file(const std::string& path, const std::string& text) {
+  const std::span<const std::byte> part = std::as_bytes(std::span(text));
+  write_file(path, {&part, 1});
+}
+
 bool ends_with(const std::string& text, const std::string& end) {
   return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
 }

@@ -17,6 +17,7 @@ std::vector<std::byte> read_file(const std::string& path);
 
 // Writes the parts one after another. Devices and pipes are written to directly.
 void write_file(const std::string& path, std::span<const std::span<const std::byte>> parts);
+void write_file(const std::string& path, const std::string& text);
 
 // Runs `work` on the content of a file; an error of the library then names the file too.
 template <class Work>

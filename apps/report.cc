@@ -33,11 +33,6 @@ json read_record(const std::string& path) {
   }
 }
 
-void save(const std::string& path, const std::string& content) {
-  const std::span<const std::byte> part = std::as_bytes(std::span(content));
-  write_file(path, {&part, 1});
-}
-
 std::vector<Run> parse(const std::vector<json>& records) {
   std::vector<Run> runs;
   for (size_t i = 0; i < records.size(); ++i)
@@ -84,7 +79,7 @@ std::vector<std::string> write_report(const std::string& dir, const std::vector<
   const Comparison comparison = compare_runs(runs);
   std::vector<std::string> names;
   const auto add = [&](const std::string& name, const std::string& content) {
-    save((fs::path(dir) / name).string(), content);
+    write_file((fs::path(dir) / name).string(), content);
     names.push_back(name);
   };
   add("results.csv", csv_text(runs));

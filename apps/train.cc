@@ -32,7 +32,7 @@ void train_one(const TrainingOptions& options, Engine* engine) {
   if (!options.json)
     print(options.places.checkpoint.empty()
               ? "stopped; nothing was saved (no --checkpoint)\n"
-              : fmt::format("stopped and saved; go on with the same command and --resume\n"));
+              : "stopped and saved; go on with the same command and --resume\n");
   throw Interrupted{};
 }
 

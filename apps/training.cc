@@ -51,8 +51,7 @@ void add_training(CLI::App& command, TrainingOptions& options) {
   };
 
   command.option_defaults()->group("What is trained");
-  add_choice(command, "--task", s.task, {"fashion-mnist", "mnist", "cifar10", "cifar100", "ag-news", "text"},
-             "Data set");
+  add_choice(command, "--task", s.task, train::task_names(), "Data set");
   text("--data", p.data, "DIR", "Where its files are; Fashion-MNIST: Debian's place");
   text("--model", s.model, "NAME",
        "mlp, cnn, resnet20, resnet32, resnet18, resnet34, vgg11, vgg16, bilstm, gpt; with parameters as in "

@@ -55,12 +55,13 @@ std::string processor() {
   return "processor";
 }
 
-}  // namespace
-
+// In words, for records.
 std::string machine() {
   return fmt::format("{} x {}{}, torch {}", cores(), processor(),
                      torch::cuda::is_available() ? ", " + cuda_description() : "", TORCH_VERSION);
 }
+
+}  // namespace
 
 nlohmann::json run(const Job& job, Engine* engine) {
   const Settings& settings = job.settings;

@@ -28,6 +28,4 @@ struct Job {
 // (docs/training.md), null on other ranks. `engine`: null for workers as threads.
 nlohmann::json run(const Job& job, Engine* engine = nullptr);
 
-std::string machine();  // in words, for records
-
 }  // namespace gradwire::train

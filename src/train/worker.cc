@@ -248,13 +248,8 @@ std::pair<double, double> Worker::evaluate() {
   size_t k = 0;
   for (torch::Tensor& buffer : model_->buffers()) buffer.copy_(own[k++]);
   Sums all;
-  for (const Sums& one : control_.gather(mine)) {
-    all.loss += one.loss;
-    all.labels += one.labels;
-    all.right += one.right;
-  }
-  const double labels = static_cast<double>(std::max<uint64_t>(1, all.labels));
-  return {all.loss / labels, static_cast<double>(all.right) / labels};
+  for (const Sums& one : control_.gather(mine)) all += one;
+  return {all.mean_loss(), all.accuracy()};
 }
 
 void Worker::end_epoch() {
@@ -264,20 +259,17 @@ void Worker::end_epoch() {
   double bytes = 0;
   const std::vector<Pulse> all = control_.gather(pulse());
   for (const Pulse& one : all) {
-    trained.loss += one.sums.loss;
-    trained.labels += one.sums.labels;
-    trained.right += one.sums.right;
+    trained += one.sums;
     spent += one.seconds;
     bytes += static_cast<double>(one.bytes_sent);
   }
-  const double workers = static_cast<double>(all.size()),
-               labels = static_cast<double>(std::max<uint64_t>(1, trained.labels));
+  const double workers = static_cast<double>(all.size());
   const uint64_t per_epoch = batches_.steps_per_epoch(), steps = (step_ - 1) % per_epoch + 1;
   epochs_.push_back({{"epoch", (step_ - 1) / per_epoch + 1},
                      {"step", step_},
                      {"rate", rate_at(settings_, step_ - 1, per_epoch, total_)},
-                     {"train_loss", number(trained.loss / labels)},
-                     {"train_accuracy", static_cast<double>(trained.right) / labels},
+                     {"train_loss", number(trained.mean_loss())},
+                     {"train_accuracy", trained.accuracy()},
                      {"test_loss", number(test_loss)},
                      {"test_accuracy", test_accuracy},
                      {"bytes_sent", bytes / workers},

@@ -44,6 +44,9 @@ class Worker {
   struct Sums {  // of the epoch so far, this worker's own
     double loss = 0;
     uint64_t labels = 0, right = 0;
+    Sums& operator+=(const Sums& other);
+    double mean_loss() const;
+    double accuracy() const;
   };
   struct Score {  // of a batch; on a GPU perhaps not computed yet
     torch::Tensor loss, right;

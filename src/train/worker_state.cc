@@ -20,6 +20,18 @@ double number_of(const nlohmann::json& value) { return value.is_null() ? NAN : v
 // JSON knows no NaN.
 nlohmann::json number(double value) { return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json(nullptr); }
 
+Worker::Sums& Worker::Sums::operator+=(const Sums& other) {
+  loss += other.loss;
+  labels += other.labels;
+  right += other.right;
+  return *this;
+}
+
+double Worker::Sums::mean_loss() const { return loss / static_cast<double>(std::max<uint64_t>(1, labels)); }
+double Worker::Sums::accuracy() const {
+  return static_cast<double>(right) / static_cast<double>(std::max<uint64_t>(1, labels));
+}
+
 Worker::Seconds& Worker::Seconds::operator+=(const Seconds& other) {
   wall += other.wall;
   compute += other.compute;
@@ -214,21 +226,18 @@ void Worker::tell_step(const std::vector<Pulse>& all) {
   Sums sums;
   double bytes = 0;
   for (const Pulse& one : all) {
-    sums.loss += one.sums.loss;
-    sums.labels += one.sums.labels;
-    sums.right += one.sums.right;
+    sums += one.sums;
     bytes += static_cast<double>(one.bytes_sent);
   }
-  const double labels = static_cast<double>(std::max<uint64_t>(1, sums.labels));
   const double samples = static_cast<double>(settings_.batch) * settings_.accumulate * settings_.workers;
   const double each = (seconds_.wall + seconds_before_.wall) / static_cast<double>(step_);
   tell({{"event", "step"},
         {"epoch", (step_ - 1) / batches_.steps_per_epoch() + 1},
         {"step", step_},
-        {"loss", number(sums.loss / labels)},
+        {"loss", number(sums.mean_loss())},
         {"step_loss",
          number((sums.loss - told_.loss) / static_cast<double>(std::max<uint64_t>(1, sums.labels - told_.labels)))},
-        {"accuracy", static_cast<double>(sums.right) / labels},
+        {"accuracy", sums.accuracy()},
         {"bits", bits_.back()[1]},
         {"bytes_sent", bytes / static_cast<double>(all.size())},
         {"samples_per_second", samples / each},
