@@ -104,7 +104,7 @@ void decode_both(const Bytes& message) {
 
 void fuzz_message(const uint8_t* data, size_t size) {
   Bytes message(size);
-  std::memcpy(message.data(), data, size);
+  if (size > 0) std::memcpy(message.data(), data, size);
   decode_both(message);
   store(message, 8, uint64_t{size});  // total_bytes
   reseal(message);
