@@ -14,6 +14,8 @@
 namespace gradwire {
 namespace {
 
+constexpr double kMostExcess = 64;  // squared steps
+
 constexpr int kBinShift = 20;  // a bin is the exponent and three mantissa bits
 constexpr int kPhase = 3 * MagnitudeHistogram::kBins,
               kClamp = kPhase + MagnitudeHistogram::kPhases;  // where they begin
@@ -99,9 +101,13 @@ void MagnitudeHistogram::add_clamping(float x, float max, uint32_t weight) {
       const double off = (double(std::abs(x)) - bits_float(code << shift)) / step;
       return off * off;
     };
-    const auto excess = [&](uint32_t code) { return code > limit ? from(limit) - from(code) : 0; };
-    words_[kClamp + m - 1] += weight * std::llrint(excess(nearest) / kUnit);
-    words_[kClamp + kMost + m - 1] += weight * std::llrint(excess(down) / kUnit);
+    // A few steps at most; where the maximum is subnormal its binade has no steps of its own, and nothing is said.
+    const auto excess = [&](uint32_t code) {
+      const double more = code > limit ? from(limit) - from(code) : 0;
+      return std::abs(more) <= kMostExcess ? std::llrint(more / kUnit) : 0;
+    };
+    words_[kClamp + m - 1] += weight * excess(nearest);
+    words_[kClamp + kMost + m - 1] += weight * excess(down);
   }
 }
 
