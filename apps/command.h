@@ -46,6 +46,10 @@ void add_demo(CLI::App& app, Action& action);
 void add_report(CLI::App& app, Action& action);
 void add_train(CLI::App& app, Action& action);    // gradwire-train has these two
 void add_compare(CLI::App& app, Action& action);
-void add_handover(CLI::App& app, Action& action, const char* command, const char* meaning);  // to gradwire-train
+void add_serve(CLI::App& app, Action& action);  // gradwire-server has these three
+void add_status(CLI::App& app, Action& action);
+void add_load(CLI::App& app, Action& action);
+// A command that another program has: gradwire-<program>.
+void add_handover(CLI::App& app, Action& action, const char* program, const char* command, const char* meaning);
 
 }  // namespace gradwire::app

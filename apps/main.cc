@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The program `gradwire`: its commands. Those that train need libtorch, which takes a while to load and is not everywhere: they are in a
-// program of their own (train_main.cc) that this one hands over to.
+// The program `gradwire`: its commands. Those that train need libtorch, those of the parameter server gRPC,
+// which take a while to load and are not everywhere: they are in programs of their own (train_main.cc, server_main.cc) that
+// this one hands over to.
 #include "command.h"
 #include "program.h"
 
@@ -23,8 +24,11 @@ int main(int argc, char** argv) {
   using namespace gradwire::app;
   return run_program(argc, argv, kFooter, [](CLI::App& app, Action& action) {
     add_demo(app, action);
-    add_handover(app, action, "train", "Train a model with compressed gradients");
-    add_handover(app, action, "compare", "Train with several codecs and seeds; write a report");
+    add_handover(app, action, "train", "train", "Train a model with compressed gradients");
+    add_handover(app, action, "train", "compare", "Train with several codecs and seeds; write a report");
+    add_handover(app, action, "server", "serve", "Run a parameter server");
+    add_handover(app, action, "server", "status", "Ask a parameter server how it is");
+    add_handover(app, action, "server", "load", "Put load on a parameter server: workers that train nothing");
     add_codecs(app, action);
     add_encode(app, action);
     add_inspect(app, action);

@@ -17,7 +17,9 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 std::string loss(const nlohmann::json& value) {
   return value.is_null() ? "not a number" : fmt::format("{:.4f}", value.get<double>());
 }
-std::string percent(const nlohmann::json& value) { return fmt::format("{:.2f} %", 100 * value.get<double>()); }
+std::string percent(const nlohmann::json& value) {
+  return value.is_null() ? "-" : fmt::format("{:.2f} %", 100 * value.get<double>());
+}
 
 std::string clock(double seconds) {
   const auto whole = static_cast<uint64_t>(seconds + 0.5);
@@ -44,6 +46,13 @@ std::string layers_table(nlohmann::json tensors) {
               : "");
 }
 
+void print_server(const nlohmann::json& server) {
+  print(fmt::format("server: {} up, {} down; {} parts of updates applied, {} came too late and were sent with later ones, {} sent again after a restart, {} reconnects\n{}\n",
+                    human_bytes(server["messages_up"].get<double>()), human_bytes(server["messages_down"].get<double>()), server["applied"].get<uint64_t>(), server["late"].get<uint64_t>(),
+                    server["replayed"].get<uint64_t>(), server["reconnects"].get<uint64_t>(),
+                    server["confirmed"].get<bool>() ? "left in order: what was owed is with the server" : "left, but the server has not confirmed that it has what was owed"));
+}
+
 }  // namespace
 
 Narrator::Narrator(bool json) : json_(json) {}
@@ -58,11 +67,14 @@ void Narrator::listen(const nlohmann::json& event) {
 
 void Narrator::start(const nlohmann::json& event) {
   epochs_ = event["epochs"];
-  print(fmt::format("{}, {} with {} parameters, {} worker{} x {} samples, {}, {} by {}\n",
-                    event["task"].get<std::string>(), event["model"].get<std::string>(),
-                    human_count(event["parameters"]), event["workers"].get<int>(), event["workers"] == 1 ? "" : "s",
-                    event["batch"].get<int>(), event["device"].get<std::string>(), event["codec"].get<std::string>(),
-                    event["collective"].get<std::string>()));
+  const std::string codec = event["codec"], down = event["down"], collective = event["collective"];
+  const std::string way = event["optimizer"] != "qadam" ? fmt::format("{} by {}", codec, collective)
+                          : event["send"] == "weights"  ? fmt::format("qadam with {} up, {} down", codec, down)
+                                                        : fmt::format("qadam with {} by {}", codec, collective);
+  print(fmt::format("{}, {} with {} parameters, {} worker{} x {} samples, {}, {}\n", event["task"].get<std::string>(),
+                    event["model"].get<std::string>(), human_count(event["parameters"]), event["workers"].get<int>(),
+                    event["workers"] == 1 ? "" : "s", event["batch"].get<int>(), event["device"].get<std::string>(),
+                    way));
   if (event["first_step"] > 0)
     print(fmt::format("going on from step {} of {}\n", event["first_step"].get<uint64_t>(),
                       event["total_steps"].get<uint64_t>()));
@@ -106,10 +118,12 @@ void Narrator::print_result(const nlohmann::json& record) {
   print(fmt::format(
       "\ntime of one worker: compute {}, encode {}, decode {}; waiting {}; {} passed\n"
       "memory: {} at most in this process; of one worker: gradients {}, residuals {}, messages {}, sums {}\n"
-      "weights {}, alike on all workers\n",
+      "weights {}{}\n",
       spent("compute"), spent("encode"), spent("decode"), spent("wait"), spent("wall"), human_bytes(memory["peak"]),
       human_bytes(memory["gradients"]), human_bytes(memory["residuals"]), human_bytes(memory["messages"]),
-      human_bytes(memory["sums"]), record["weights"].get<std::string>()));
+      human_bytes(memory["sums"]), record["weights"].get<std::string>(),
+      record.contains("server") ? "" : ", alike on all workers"));
+  if (record.contains("server")) print_server(record["server"]);
 }
 
 }  // namespace gradwire::app

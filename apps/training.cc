@@ -4,9 +4,6 @@
 
 #include <fmt/format.h>
 
-#include <csignal>
-#include <ctime>
-
 #include "command.h"
 #include "gradwire/error.h"
 #include "mpi_session.h"
@@ -15,29 +12,19 @@
 namespace gradwire::app {
 namespace {
 
-std::atomic<bool> interrupted{false};
-std::atomic<int64_t> interrupted_at{0};
-
-// One Ctrl-C may arrive more than once, from the terminal and from a launcher; another one a second later is meant.
-void on_signal(int number) {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  if (!interrupted.exchange(true)) {
-    interrupted_at = now.tv_sec;
-  } else if (now.tv_sec > interrupted_at + 1) {
-    std::signal(number, SIG_DFL);
-    std::raise(number);
-  }
+// The paper's codecs; the collective follows from what is sent.
+void fill_in_qadam(TrainingOptions& options) {
+  train::Settings& s = options.settings;
+  const auto given = [&](const char* name) { return options.command->get_option(name)->count() > 0; };
+  for (const char* name : {"--bucket-mb", "--momentum"})
+    if (given(name))
+      throw Error(ErrorKind::usage, fmt::format("{} is given; allowed is any optimizer but qadam", name + 2), name + 2);
+  if (!given("--codec")) s.codec = "loggrid:k=2";
+  if (!given("--collective")) s.collective = s.send == "weights" ? "gather" : "scatter";
+  if (!given("--down") && s.send == "weights") s.down = "unigrid:bits=8";
 }
 
 }  // namespace
-
-const std::atomic<bool>& catch_interrupts() {
-  std::signal(SIGINT, on_signal);
-  std::signal(SIGTERM, on_signal);
-  std::signal(SIGXFSZ, SIG_IGN);  // a file-size limit is then an error of write(), like a full disk
-  return interrupted;
-}
 
 void add_training(CLI::App& command, TrainingOptions& options) {
   train::Settings& s = options.settings;
@@ -73,7 +60,9 @@ void add_training(CLI::App& command, TrainingOptions& options) {
 
   command.option_defaults()->group("How gradients travel");
   text("--rules", s.rules, "RULES", "Tensors that travel otherwise, e.g. '1d=fp32;*.bias=fp32'");
-  text("--down", s.down, "SPEC", "scatter: codec of the means; default: as up, rounded to nearest");
+  text(
+      "--down", s.down, "SPEC",
+      "scatter: codec of the means; default: as up, rounded to nearest. qadam: of the weights; default unigrid:bits=8");
   add_choice(command, "--feedback", s.feedback, {"codec", "on", "off"}, "Error feedback; codec: as the codec wants it");
   add_choice(command, "--residual", s.residual, {"f32", "bf16"}, "Type of the residuals; bf16 takes half the memory");
   number("--bucket-mb", s.bucket_mb, "Megabytes of gradients that are sent together");
@@ -85,17 +74,30 @@ void add_training(CLI::App& command, TrainingOptions& options) {
   add_whole(command, "--batch", s.batch, 1, 1000000, "Samples of one worker in one pass");
   add_whole(command, "--accumulate", s.accumulate, 1, 10000,
             "Passes whose gradients are added up before they are sent");
-  add_choice(command, "--optimizer", s.optimizer, {"sgd", "adam", "adamw"}, "Default: what suits the model");
-  number("--rate", s.rate, "Learning rate; adam: 0.001 unless given");
+  add_choice(command, "--optimizer", s.optimizer, {"sgd", "adam", "adamw", "qadam"}, "Default: what suits the model");
+  number("--rate", s.rate, "Learning rate; adam, qadam: 0.001 unless given");
   number("--momentum", s.momentum, "Momentum of sgd");
   number("--weight-decay", s.weight_decay, "Weight decay");
-  number("--clip", s.clip, "Largest norm of the mean gradient; 0: any");
-  add_choice(command, "--schedule", s.schedule, {"constant", "step", "cosine"}, "How the learning rate falls");
+  number("--clip", s.clip, "Largest norm of the mean gradient, qadam: of each worker's own; 0: any");
+  add_choice(command, "--schedule", s.schedule, {"constant", "step", "cosine", "theory"},
+             "How the learning rate falls; theory, of qadam: with the square root of the steps");
   number("--warmup", s.warmup, "Epochs in which it rises first");
   command.add_option("--drop-at", s.drop_at, "Schedule step: epochs at which it drops, e.g. 100,150")
       ->type_name("E,E")
       ->delimiter(',');
   number("--drop", s.drop, "... to so much of it");
+
+  command.option_defaults()->group("qadam: workers that send updates of their own");
+  number("--beta", s.beta, "Of the first moment");
+  number("--theta", s.theta, "Of the second moment");
+  command.add_flag(
+      "!--no-correction", s.correction,
+      "As published: the bias of young moments is not corrected, the first updates are several times too large");
+  add_choice(command, "--moments", s.moments, {"local", "shared"},
+             "Second moments; shared: pooled, for workers whose data differ");
+  add_whole(command, "--share-every", s.share_every, 1, 1000000000, "Steps between poolings of shared moments");
+  add_choice(command, "--send", s.send, {"weights", "updates"},
+             "What goes down: weights, or their updates with error feedback");
 
   command.option_defaults()->group("What is kept and shown");
   add_whole(command, "--save-every", p.save_every, 0, uint64_t{1} << 40,
@@ -118,6 +120,7 @@ void fill_in(TrainingOptions& options) {
                                             : "cnn";
   const bool sequence = s.model.starts_with("gpt") || s.model.starts_with("bilstm");
   if (!given("--optimizer") && sequence) s.optimizer = s.model.starts_with("gpt") ? "adamw" : "adam";
+  if (s.optimizer == "qadam") fill_in_qadam(options);
   if (s.optimizer != "sgd") {
     if (!given("--rate")) s.rate = 1e-3;
     if (!given("--weight-decay")) s.weight_decay = s.optimizer == "adamw" ? 0.1 : 0;

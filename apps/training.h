@@ -10,6 +10,7 @@
 
 #include "console.h"
 #include "gradwire/engine.h"
+#include "interrupts.h"
 #include "train/run.h"
 
 namespace gradwire::app {
@@ -17,6 +18,7 @@ namespace gradwire::app {
 struct TrainingOptions {
   train::Settings settings;
   train::Places places;
+  train::ServerPlace server;  // its address is empty without one
   std::string engine = "loopback";
   bool json = false;
   CLI::App* command = nullptr;  // to see what the user gave
@@ -28,9 +30,6 @@ void fill_in(TrainingOptions& options);
 
 // Runs `body` with the engine of mpirun, or with null for workers as threads. Errors of one process end all of them.
 void with_engine(const TrainingOptions& options, const std::function<void(Engine*)>& body);
-
-// Set by the first Ctrl-C or SIGTERM from now on; the second one ends the program at once.
-const std::atomic<bool>& catch_interrupts();
 
 // Shows a run as it goes: a row an epoch, a progress line on a terminal; or all events as JSON lines.
 class Narrator {

@@ -15,6 +15,8 @@ packages=(
   libzstd-dev zlib1g-dev                                              # packed files, data sets
   dataset-fashion-mnist                                               # what make demo trains on
   libopenmpi-dev openmpi-bin                                          # the mpi engine
+  libgrpc++-dev                                                       # the parameter server
+  openssl                                                             # the test of its certificates
   libgtest-dev libkissfft-dev clang libclang-rt-14-dev llvm                          # tests; libFuzzer and its coverage need clang
   python3 python3-venv python3-numpy python3-pytest                   # the tests that are written in Python
   libjs-chart.js gnuplot-nox                                          # charts in reports, plots for papers

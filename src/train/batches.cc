@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "core/bits.h"
 #include "gradwire/error.h"
 
 namespace gradwire::train {
@@ -25,6 +26,7 @@ Batches::Batches(const Task& task, const Settings& settings, int rank, torch::De
       settings_(settings),
       rank_(static_cast<uint64_t>(rank)),
       per_epoch_(settings.steps_per_epoch(task.train.count)),
+      order_seed_(settings.seed),
       device_(device) {
   if (per_epoch_ == 0)
     throw Error(ErrorKind::usage,
@@ -48,7 +50,7 @@ Batches::Batches(const Task& task, const Settings& settings, int rank, torch::De
 Batch Batches::training(uint64_t step, int pass) {
   const uint64_t epoch = step / per_epoch_, batch = static_cast<uint64_t>(settings_.batch);
   if (epoch != ordered_epoch_) {
-    order_ = epoch_order(task_.train.count, settings_.seed, epoch);
+    order_ = epoch_order(task_.train.count, order_seed_, epoch);
     ordered_epoch_ = epoch;
   }
   const uint64_t passes = static_cast<uint64_t>(settings_.accumulate),
@@ -57,11 +59,19 @@ Batch Batches::training(uint64_t step, int pass) {
   return collect(task_.train, std::span(order_).subspan(first, batch), true, epoch);
 }
 
+void Batches::take_seat(uint32_t seat) {
+  const uint32_t workers = static_cast<uint32_t>(settings_.workers);
+  rank_ = seat % workers;
+  order_seed_ = settings_.seed + mix64(seat / workers);  // mix64(0) is 0
+  ordered_epoch_ = UINT64_MAX;
+  alone_ = true;
+}
+
 std::vector<std::pair<uint64_t, uint64_t>> Batches::test_ranges() const {
   const uint64_t workers = static_cast<uint64_t>(settings_.workers), count = task_.test.count;
   std::vector<std::pair<uint64_t, uint64_t>> ranges;
-  const uint64_t end = (rank_ + 1) * count / workers;
-  for (uint64_t first = rank_ * count / workers; first < end; first += kTestBatch)
+  const uint64_t end = alone_ ? count : (rank_ + 1) * count / workers;
+  for (uint64_t first = alone_ ? 0 : rank_ * count / workers; first < end; first += kTestBatch)
     ranges.emplace_back(first, std::min(kTestBatch, end - first));
   return ranges;
 }

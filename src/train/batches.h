@@ -24,6 +24,9 @@ class Batches {
  public:
   Batches(const Task& task, const Settings& settings, int rank, torch::Device device);
 
+  // Among workers that come and go: number `seat` of them, however many there are. Those beyond settings.workers see the
+  // samples in another order; the test samples are all this worker's.
+  void take_seat(uint32_t seat);
   uint64_t steps_per_epoch() const { return per_epoch_; }
   Batch training(uint64_t step, int pass);
   // This worker's share of the test samples, in batches.
@@ -35,7 +38,8 @@ class Batches {
 
   const Task& task_;
   const Settings& settings_;
-  uint64_t rank_, per_epoch_;
+  uint64_t rank_, per_epoch_, order_seed_;
+  bool alone_ = false;
   torch::Device device_;
   torch::Tensor mean_, deviation_;
   uint64_t ordered_epoch_ = UINT64_MAX;

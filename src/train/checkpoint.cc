@@ -140,7 +140,7 @@ std::optional<uint64_t> step_of(const fs::path& path) {
   return error == std::errc() && end == name.data() + name.size() ? std::optional(step) : std::nullopt;
 }
 
-std::string buffers_file(int rank) { return fmt::format("rank-{}.pt", rank); }
+std::string own_file(int rank) { return fmt::format("rank-{}.pt", rank); }
 std::string residuals_file(int rank, size_t bucket) { return fmt::format("rank-{}-bucket-{}.residuals", rank, bucket); }
 constexpr const char* kWeights = "weights.pt";
 constexpr const char* kState = "state.json";
@@ -191,8 +191,8 @@ std::optional<uint64_t> Checkpoints::newest() const {
   return best;
 }
 
-void Checkpoints::save(uint64_t step, const nlohmann::json& state, const TensorMap& weights, const TensorMap& buffers,
-                       Exchange& exchange) {
+void Checkpoints::save(uint64_t step, const nlohmann::json& state, const TensorMap& weights, const TensorMap& own,
+                       Descent& descent) {
   const int rank = control_.rank();
   const std::string folder = fmt::format("{}/unfinished-{}", directory_, step), final = path_of(step);
   try {
@@ -203,8 +203,8 @@ void Checkpoints::save(uint64_t step, const nlohmann::json& state, const TensorM
         throw Error(ErrorKind::io, fmt::format("{}: cannot be made: {}", folder, error.message()), "checkpoint");
     });
     control_.together([&] {
-      write(folder + "/" + buffers_file(rank), pack(buffers));
-      for (size_t k = 0; k < exchange.buckets(); ++k) exchange.feedback(k).save(folder + "/" + residuals_file(rank, k));
+      write(folder + "/" + own_file(rank), pack(own));
+      for (size_t k = 0; k < descent.buckets(); ++k) descent.save_residuals(k, folder + "/" + residuals_file(rank, k));
       if (rank != 0) return;
       write(folder + "/" + kWeights, pack(weights));
       write(folder + "/" + kState, state.dump(1));
@@ -217,9 +217,9 @@ void Checkpoints::save(uint64_t step, const nlohmann::json& state, const TensorM
         manifest[entry.path().filename().string()] = {{"bytes", bytes.size()}, {"hash", hash_of(bytes)}};
       }
       for (int p = 0; p < control_.size(); ++p)
-        if (!manifest.contains(buffers_file(p)))
+        if (!manifest.contains(own_file(p)))
           throw Error(ErrorKind::io,
-                      fmt::format("{}: {} is not there: do all workers see one file system?", folder, buffers_file(p)),
+                      fmt::format("{}: {} is not there: do all workers see one file system?", folder, own_file(p)),
                       "checkpoint");
       write(folder + "/" + kManifest, manifest.dump(1));
       sync(folder);
@@ -251,15 +251,15 @@ nlohmann::json Checkpoints::state(uint64_t step) const {
   return parse(path_of(step) + "/" + kState, read_checked(path_of(step), kState));
 }
 
-void Checkpoints::load(uint64_t step, const TensorMap& weights, const TensorMap& buffers, Exchange& exchange) {
-  const std::string folder = path_of(step), own = buffers_file(control_.rank());
+void Checkpoints::load(uint64_t step, const TensorMap& weights, const TensorMap& own, Descent& descent) {
+  const std::string folder = path_of(step), file = own_file(control_.rank());
   control_.together([&] {
     unpack(folder + "/" + kWeights, read_checked(folder, kWeights), weights);
-    unpack(folder + "/" + own, read_checked(folder, own), buffers);
-    for (size_t k = 0; k < exchange.buckets(); ++k) {
+    unpack(folder + "/" + file, read_checked(folder, file), own);
+    for (size_t k = 0; k < descent.buckets(); ++k) {
       const std::string name = residuals_file(control_.rank(), k);
       read_checked(folder, name);
-      exchange.load_feedback(k, folder + "/" + name);
+      descent.load_residuals(k, folder + "/" + name);
     }
   });
 }

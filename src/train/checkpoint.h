@@ -3,9 +3,9 @@
 //
 //   state.json             the settings, the step, and what was measured so far
 //   weights.pt             parameters and the optimiser's state: alike on all ranks, written by rank 0
-//   rank-2.pt              the buffers of rank 2 (BatchNorm's statistics differ between workers)
-//   rank-2-bucket-0.residuals   what rank 2 still owes, and what its codecs have learned
-//   manifest.json          size and hash of each of these, written last
+//   rank-2.pt              what is rank 2's own: its buffers (BatchNorm's statistics differ between workers), moments
+//   of qadam rank-2-bucket-0.residuals   what rank 2 still owes, and what its codecs have learned manifest.json size
+//   and hash of each of these, written last
 //
 // It is written under another name and renamed when it is complete and on disk: a run killed at any moment, or a full
 // disk, leaves the checkpoints before it as they were. The two newest are kept. Workers in several processes must see
@@ -14,17 +14,14 @@
 
 #include <torch/types.h>
 
-#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 
 #include "train/control.h"
-#include "train/exchange.h"
+#include "train/descent.h"
 
 namespace gradwire::train {
-
-using TensorMap = std::map<std::string, torch::Tensor>;
 
 class Checkpoints {
  public:
@@ -32,13 +29,13 @@ class Checkpoints {
 
   std::optional<uint64_t> newest() const;  // the last saved step
   // Collective.
-  void save(uint64_t step, const nlohmann::json& state, const TensorMap& weights, const TensorMap& buffers,
-            Exchange& exchange);
+  void save(uint64_t step, const nlohmann::json& state, const TensorMap& weights, const TensorMap& own,
+            Descent& descent);
 
   nlohmann::json state(uint64_t step) const;
   // Collective. Fills tensors that have the names and shapes that were saved, and the residuals; Error{frame} names the
   // file that is damaged or of another model.
-  void load(uint64_t step, const TensorMap& weights, const TensorMap& buffers, Exchange& exchange);
+  void load(uint64_t step, const TensorMap& weights, const TensorMap& own, Descent& descent);
 
  private:
   std::string path_of(uint64_t step) const;

@@ -15,13 +15,6 @@
 namespace gradwire::train {
 namespace {
 
-NamedTensor describe(const NamedParameter& parameter) {
-  return {.name = parameter.name,
-          .count = static_cast<uint64_t>(parameter.tensor.numel()),
-          .dtype = DType::f32,
-          .dimensions = static_cast<int>(parameter.tensor.dim())};
-}
-
 c10::Stream new_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
 }
@@ -40,6 +33,13 @@ struct Hook final : torch::autograd::PostAccumulateGradHook {
 };
 
 }  // namespace
+
+NamedTensor describe(const NamedParameter& parameter) {
+  return {.name = parameter.name,
+          .count = static_cast<uint64_t>(parameter.tensor.numel()),
+          .dtype = DType::f32,
+          .dimensions = static_cast<int>(parameter.tensor.dim())};
+}
 
 struct Exchange::Bucket {
   std::vector<size_t> parameters;

@@ -24,6 +24,8 @@ struct NamedParameter {
   torch::Tensor tensor;
 };
 
+NamedTensor describe(const NamedParameter& parameter);
+
 class Exchange {
  public:
   // `stream`: where the worker computes, on a GPU.

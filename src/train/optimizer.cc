@@ -3,6 +3,7 @@
 
 #include <torch/autograd.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace gradwire::train {
@@ -11,6 +12,21 @@ namespace {
 constexpr double kBeta1 = 0.9, kBeta2 = 0.999, kEpsilon = 1e-8;
 
 }  // namespace
+
+std::vector<torch::Tensor> gradients_of(const std::vector<torch::Tensor>& parameters) {
+  std::vector<torch::Tensor> list;
+  for (const torch::Tensor& parameter : parameters) list.push_back(parameter.grad());
+  return list;
+}
+
+double norm_of(const std::vector<torch::Tensor>& gradients) {
+  torch::NoGradGuard no_grad;
+  return torch::stack(torch::_foreach_norm(gradients, 2)).to(torch::kDouble).norm().item<double>();
+}
+
+double factor_of(double norm, double clip, double loss_scale) {
+  return (clip > 0 ? std::min(1.0, clip / (norm / loss_scale + 1e-6)) : 1.0) / loss_scale;
+}
 
 Optimizer::Optimizer(const Settings& settings, std::vector<torch::Tensor> parameters)
     : kind_(settings.optimizer),
@@ -23,24 +39,9 @@ Optimizer::Optimizer(const Settings& settings, std::vector<torch::Tensor> parame
       state_.push_back(torch::zeros_like(parameter, torch::MemoryFormat::Contiguous));
 }
 
-std::vector<torch::Tensor> Optimizer::gradients() const {
-  std::vector<torch::Tensor> list;
-  for (const torch::Tensor& parameter : parameters_) list.push_back(parameter.grad());
-  return list;
-}
-
-double Optimizer::gradient_norm() const {
-  torch::NoGradGuard no_grad;
-  return torch::stack(torch::_foreach_norm(gradients(), 2)).to(torch::kDouble).norm().item<double>();
-}
-
-void Optimizer::forget_gradients() {
-  for (torch::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
-}
-
 void Optimizer::step(double rate, double factor) {
   torch::NoGradGuard no_grad;
-  const std::vector<torch::Tensor> list = gradients();
+  const std::vector<torch::Tensor> list = gradients_of(parameters_);
   if (factor != 1) torch::_foreach_mul_(list, factor);
   ++steps;
   kind_ == "sgd" ? sgd(list, rate) : adam(list, rate);

@@ -13,14 +13,16 @@
 
 namespace gradwire::train {
 
+std::vector<torch::Tensor> gradients_of(const std::vector<torch::Tensor>& parameters);
+double norm_of(const std::vector<torch::Tensor>& gradients);  // of all of them; not finite if any element is not
+// What gradients that arrive multiplied by `loss_scale` are to be multiplied by: unscaling and clipping in one.
+double factor_of(double norm, double clip, double loss_scale);
+
 class Optimizer {
  public:
   Optimizer(const Settings& settings, std::vector<torch::Tensor> parameters);
 
-  double gradient_norm() const;  // over all parameters; not finite if any gradient is not
-  // Gradients are first multiplied by `factor`: unscaling and clipping in one.
-  void step(double rate, double factor);
-  void forget_gradients();
+  void step(double rate, double factor);  // gradients are first multiplied by `factor`
 
   const std::vector<torch::Tensor>& parameters() const { return parameters_; }
   // What must be saved with the parameters: moments, and how many steps were taken.
@@ -28,7 +30,6 @@ class Optimizer {
   int64_t steps = 0;
 
  private:
-  std::vector<torch::Tensor> gradients() const;
   void sgd(const std::vector<torch::Tensor>& gradients, double rate);
   void adam(const std::vector<torch::Tensor>& gradients, double rate);
 

@@ -35,6 +35,13 @@ void check_timeout(double seconds) {
     throw Error(ErrorKind::usage, fmt::format("timeout is {} s; allowed is 0.001 s to one year", seconds), "timeout");
 }
 
+// Workers that send updates of their own have no mean gradient to compare with.
+void check_meter(const Job& job) {
+  if (job.settings.optimizer == "qadam" && job.places.meter_every > 0)
+    throw Error(ErrorKind::usage, "meter-every is given; allowed is any optimizer but qadam, which sends no gradients",
+                "meter-every");
+}
+
 void set_determinism(bool deterministic) {
   at::globalContext().setBenchmarkCuDNN(!deterministic);
   at::globalContext().setDeterministicCuDNN(deterministic);
@@ -68,12 +75,13 @@ nlohmann::json run(const Job& job, Engine* engine) {
   settings.check();
   check_timeout(job.places.timeout);
   check_device(settings);
+  check_meter(job);
   set_determinism(settings.deterministic);
   if (engine && engine->size() != settings.workers)
     throw Error(ErrorKind::usage,
                 fmt::format("workers is {}; {} processes were started", settings.workers, engine->size()), "workers");
   // Workers in other processes have the machine to themselves as far as one can know: one thread each unless told.
-  const int threads = settings.threads > 0 ? settings.threads : engine ? 1 : std::max(1, cores() / settings.workers);
+  const int threads = settings.threads > 0 ? settings.threads : engine || job.places.server ? 1 : std::max(1, cores() / settings.workers);
 
   nlohmann::json record;
   const auto work = [&](Engine& own) {
@@ -84,7 +92,7 @@ nlohmann::json run(const Job& job, Engine* engine) {
   if (engine)
     work(*engine);
   else
-    run_loopback(settings.workers, work);
+    run_loopback(job.places.server ? 1 : settings.workers, work);
   if (!record.is_null()) {
     record["machine"] = machine();
     record["memory"]["peak"] = peak_bytes();

@@ -43,7 +43,8 @@ std::string Settings::up() const {
 }
 
 std::string Settings::extras() const {
-  if (up() == "fp32") return {};  // it has neither
+  const bool descends = optimizer == "qadam" && send == "weights";  // then weights are compressed however updates are
+  if (up() == "fp32") return descends && down != "fp32" ? ", down " + down : "";  // it has neither of the others
   return (feedback == "codec" ? "" : ", feedback " + feedback) + (residual == "f32" ? "" : ", residuals " + residual) +
          (down.empty() ? "" : ", down " + down);
 }
@@ -61,6 +62,45 @@ ReduceOptions Settings::reduce_options() const {
   return options;
 }
 
+QAdamOptions Settings::qadam_options() const {
+  return {.beta = beta,
+          .theta = theta,
+          .correction = correction,
+          .theory = schedule == "theory",
+          .shared = moments == "shared",
+          .share_every = share_every};
+}
+
+// What qadam alone has, and what it has not.
+void Settings::check_qadam() const {
+  check_choice("moments", moments, {"local", "shared"});
+  check_choice("send", send, {"weights", "updates"});
+  check_range("beta", beta, 0, 0.9999999);
+  check_range("theta", theta, 1e-7, 0.9999999);
+  check_range("share-every", static_cast<double>(share_every), 1, 1e9);
+  if (optimizer != "qadam") {
+    const Settings usual;
+    const auto only = [](const char* field, bool given) {
+      if (given) refuse(field, "given", "only --optimizer qadam");
+    };
+    only("beta", beta != usual.beta);
+    only("theta", theta != usual.theta);
+    only("correction", correction != usual.correction);
+    only("moments", moments != usual.moments);
+    only("share-every", share_every != usual.share_every);
+    only("send", send != usual.send);
+    if (schedule == "theory") refuse("schedule", "'theory'", "only --optimizer qadam, whose theory it is");
+    return;
+  }
+  const char* implied = send == "weights" ? "gather" : "scatter";
+  if (collective != implied)
+    refuse("collective", fmt::format("'{}' with --send {}", collective, send), fmt::format("{} there", implied));
+  if (send == "weights" && down.empty())
+    refuse("down", "empty with --send weights", "a codec of the weights, e.g. unigrid:bits=8 or fp32");
+  if (moments == "local" && share_every != Settings().share_every)
+    refuse("share-every", "given", "only --moments shared");
+}
+
 uint64_t Settings::steps_per_epoch(uint64_t samples) const {
   return samples / (static_cast<uint64_t>(batch) * static_cast<uint64_t>(accumulate) * static_cast<uint64_t>(workers));
 }
@@ -76,8 +116,8 @@ void Settings::check() const {
   check_choice("collective", collective, {"gather", "scatter"});
   check_choice("feedback", feedback, {"codec", "on", "off"});
   check_choice("residual", residual, {"f32", "bf16"});
-  check_choice("optimizer", optimizer, {"sgd", "adam", "adamw"});
-  check_choice("schedule", schedule, {"constant", "step", "cosine"});
+  check_choice("optimizer", optimizer, {"sgd", "adam", "adamw", "qadam"});
+  check_choice("schedule", schedule, {"constant", "step", "cosine", "theory"});
   check_range("workers", workers, 1, 1024);
   check_range("epochs", epochs, 1, 1e6);
   check_range("batch", batch, 1, 1e6);
@@ -96,7 +136,8 @@ void Settings::check() const {
     refuse("precision", precision + " on the CPU", "fp32 there; bf16 and fp16 need --device cuda");
   if (schedule == "step" && drop_at.empty()) refuse("drop-at", "empty", "at least one epoch with --schedule step");
   if (schedule != "step" && !drop_at.empty()) refuse("drop-at", "given", "only --schedule step");
-  if (collective == "gather" && !down.empty())
+  check_qadam();
+  if (collective == "gather" && !down.empty() && optimizer != "qadam")
     refuse("down", "'" + down + "'", "only --collective scatter, which sends means down");
   Rules::parse(up());
   if (!down.empty()) Rules::parse(down);
@@ -109,6 +150,7 @@ double rate_at(const Settings& settings, uint64_t step, uint64_t epoch, uint64_t
     const double left = std::max(1.0, static_cast<double>(total) - warm);
     return settings.rate * 0.5 * (1 + std::cos(std::numbers::pi * (at - warm) / left));
   }
+  if (settings.schedule == "theory") return settings.rate / std::sqrt(at + 1);
   double rate = settings.rate;
   for (double drop : settings.drop_at)
     if (at >= drop * static_cast<double>(epoch)) rate *= settings.drop;

@@ -5,10 +5,13 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "gradwire/collective.h"
+#include "optim/qadam.h"
+#include "server/endpoint.h"
 #include "train/data.h"
 
 namespace gradwire::train {
@@ -32,7 +35,7 @@ struct Settings {
   // How gradients travel.
   std::string codec = "qsgd:bits=4";
   std::string rules;  // of tensors that travel otherwise: "1d=fp32;*.bias=fp32"
-  std::string down;   // scatter: the codec of the means; empty: as up
+  std::string down;   // scatter: the codec of the means; empty: as up. qadam that sends weights: their codec
   std::string collective = "scatter";
   std::string feedback = "codec";  // or on, off
   std::string residual = "f32";    // or bf16: half the memory
@@ -51,19 +54,40 @@ struct Settings {
   std::vector<double> drop_at;  // epochs
   double drop = 0.1;
 
+  // qadam alone.
+  double beta = 0.9, theta = 0.999;
+  bool correction = true;         // of the bias of young moments
+  std::string moments = "local";  // or shared: the second moment is pooled over workers
+  uint64_t share_every = 16;      // steps
+  std::string send = "weights";   // what goes down; or updates
+
   TaskOptions task_options(const std::string& directory) const;
   ReduceOptions reduce_options() const;
+  QAdamOptions qadam_options() const;
   std::string up() const;      // rules and codec as one text
   std::string extras() const;  // what else was chosen for it, for people
   uint64_t steps_per_epoch(uint64_t samples) const;
   uint64_t total_steps(uint64_t samples) const;
   // Throws Error{usage} naming the first setting that cannot be.
   void check() const;
+
+ private:
+  void check_qadam() const;
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Settings, task, model, length, vocabulary, words, limit, dropout, workers, device,
                                    precision, deterministic, threads, codec, rules, down, collective, feedback,
                                    residual, bucket_mb, seed, epochs, steps, batch, accumulate, optimizer, rate,
-                                   momentum, weight_decay, clip, schedule, warmup, drop_at, drop)
+                                   momentum, weight_decay, clip, schedule, warmup, drop_at, drop, beta, theta,
+                                   correction, moments, share_every, send)
+
+// A parameter server, and this process as one of its workers.
+struct ServerPlace {
+  std::string address;  // HOST:PORT
+  server::Security security;
+  std::string name;          // of this worker, for people
+  double patience_s = 600;   // how long a server that does not answer is tried
+  uint64_t warm_steps = 0;   // that this worker only watches at first
+};
 
 struct Places {
   std::string data;          // directory of the data set
@@ -74,6 +98,7 @@ struct Places {
   uint64_t meter_every = 0;  // steps between measurements of the layers' errors; 0: at the end of each epoch
   bool check = false;        // compare a hash of the weights of all workers at every step
   double timeout = 600;      // seconds until a silent worker is given up
+  std::optional<ServerPlace> server;  // instead of an engine
 };
 
 // The learning rate of a step, of `total`, of which `epoch` make an epoch.

@@ -75,6 +75,7 @@ Worker::Worker(Engine& engine, const Job& job)
       control_(engine, std::chrono::milliseconds(static_cast<int64_t>(1000 * job.places.timeout))),
       device_(device_of(settings_, engine)),
       batches_(job.task, settings_, engine.rank(), device_) {
+  rank_ = engine_.rank();
   engine_.set_timeout(std::chrono::milliseconds(static_cast<int64_t>(1000 * job.places.timeout)));
   if (device_.is_cuda()) stream_ = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
   const c10::OptionalStreamGuard guard(stream_);
@@ -82,15 +83,19 @@ Worker::Worker(Engine& engine, const Job& job)
   model_ = make_model({.spec = settings_.model, .dropout = settings_.dropout, .seed = settings_.seed}, job.task, noise_,
                       device_);
   std::vector<NamedParameter> named;
-  std::vector<torch::Tensor> tensors;
-  for (const auto& item : model_->named_parameters()) {
-    named.push_back({item.key(), item.value()});
-    tensors.push_back(item.value());
-  }
-  ReduceOptions options = settings_.reduce_options();
-  options.device = codec_device();
-  optimizer_ = std::make_unique<Optimizer>(settings_, tensors);
-  exchange_ = std::make_unique<Exchange>(engine_, named, options, settings_.bucket_mb * 1e6, stream_);
+  for (const auto& item : model_->named_parameters()) named.push_back({item.key(), item.value()});
+  std::vector<NamedParameter> kept;
+  for (const auto& item : model_->named_buffers())
+    if (item.value().scalar_type() == torch::kFloat32) kept.push_back({item.key(), item.value()});
+  descent_ = make_descent({.engine = engine_,
+                           .control = control_,
+                           .settings = settings_,
+                           .timeout = job.places.timeout,
+                           .parameters = named,
+                           .stream = stream_,
+                           .codec_device = codec_device(),
+                           .server = job.places.server ? &*job.places.server : nullptr,
+                           .buffers = kept});
   if (!job.places.export_to.empty())
     control_.together([&] {
       if (control_.rank() == 0) expect_writable(job.places.export_to);  // better now than after hours of training
@@ -110,6 +115,7 @@ nlohmann::json Worker::train() {
   begin_or_resume();
   const uint64_t per_epoch = batches_.steps_per_epoch();
   while (step_ < total_ && !stopping_) {
+    const uint64_t before = step_;
     step();
     const std::vector<Pulse> all = control_.gather(pulse());
     if (job_.places.check) {
@@ -119,51 +125,61 @@ nlohmann::json Worker::train() {
     }
     stopping_ = std::any_of(all.begin(), all.end(), [](const Pulse& one) { return one.stop; });
     tell_step(all);
-    const bool epoch_ends = step_ % per_epoch == 0 || step_ == total_;
+    const bool epoch_ends = step_ / per_epoch != before / per_epoch || step_ >= total_;
     if (epoch_ends) end_epoch();
     const bool due = job_.places.save_every > 0 ? step_ % job_.places.save_every == 0 : epoch_ends;
-    if (due || stopping_ || step_ == total_) save();
+    if (due || stopping_ || step_ >= total_) save();
   }
+  const nlohmann::json left = descent_->end();
   compare_weights(control_.gather(weights_hash()));
-  if (!job_.places.export_to.empty() && step_ == total_)
+  if (!job_.places.export_to.empty() && step_ >= total_)
     control_.together([&] {
       TensorMap state = parameters();
       state.merge(buffers());
       if (control_.rank() == 0) save_tensors(job_.places.export_to, state);
     });
-  const nlohmann::json whole = record();
+  nlohmann::json whole = record();
+  if (!left.is_null()) whole["server"] = left;
   nlohmann::json event = whole;
   event["event"] = "end";
   tell(event);
   return whole;
 }
 
-// One step: gradients of this worker's samples, exchanged while they are computed, then the same step on all workers.
+// One step: gradients of this worker's samples, then the same step on all workers.
 void Worker::step() {
   const double rate = rate_at(settings_, step_, batches_.steps_per_epoch(), total_);
   const uint64_t meter = job_.places.meter_every > 0 ? job_.places.meter_every : batches_.steps_per_epoch();
-  const bool metered = (step_ + 1) % meter == 0 || (job_.places.meter_every == 0 && step_ + 1 == total_);
+  const bool metered = settings_.optimizer != "qadam" &&
+                       ((step_ + 1) % meter == 0 || (job_.places.meter_every == 0 && step_ + 1 == total_));
   const double wall = wall_seconds(), processor = thread_seconds(), waited = seconds_.wait;
 
-  optimizer_->forget_gradients();
+  for (torch::Tensor& parameter : model_->parameters()) parameter.mutable_grad().reset();
   std::vector<Score> scores;  // read when the GPU has nothing left to do
   for (int pass = 0; pass < settings_.accumulate; ++pass) {
     const Batch batch = batches_.training(step_, pass);
     noise_->begin(mix64(mix64(settings_.seed ^ mix64(step_)) ^
-                        (static_cast<uint64_t>(pass) << 32 | static_cast<uint64_t>(engine_.rank()))));
+                        (static_cast<uint64_t>(pass) << 32 | static_cast<uint64_t>(rank_))));
     const Score score = score_of(batch);
     scores.push_back(score);
-    if (pass + 1 == settings_.accumulate) exchange_->begin(step_, scale_.value, rate, !metered);
+    if (pass + 1 == settings_.accumulate) descent_->begin({step_, rate, scale_.value, metered});
     (score.loss * (scale_.value / settings_.accumulate)).backward();
   }
-  std::vector<torch::Tensor> exact;
-  if (metered) exact = exchange_->exact_means(control_.engine(), step_);
-  const double sending = wall_seconds();
-  exchange_->finish();
-  seconds_.wait += wall_seconds() - sending;
-  for (const Score& score : scores) add(sums_, score);
-  if (metered) measure_layers(exact);
-  take_step(rate);
+  descent_->exchange([&] {
+    Sums mine;
+    for (const Score& score : scores) add(mine, score);
+    sums_ += mine;
+    return Report{.loss = mine.mean_loss(), .samples = mine.labels, .rate = rate};
+  });
+  seconds_.wait = descent_->waited();
+  if (!descent_->exact_means().empty()) measure_layers(descent_->exact_means());
+  const Taken taken = descent_->apply();
+  if (taken.applied) {
+    scale_.fine();
+  } else {
+    scale_.overflowed();
+    ++skipped_;
+  }
 
   // Of a worker that is one thread its processor time tells what it would take on a core of its own, however many share
   // this machine.
@@ -171,11 +187,11 @@ void Worker::step() {
   const double passed = wall_seconds() - wall;
   seconds_.wall += passed;
   seconds_.compute += own_thread ? thread_seconds() - processor : passed - (seconds_.wait - waited);
-  seconds_.codec = exchange_->times();
-  const double bits = exchange_->bits();
+  seconds_.codec = descent_->times();
+  const double bits = descent_->bits();
   bits_sum_ += bits;
   if (bits_.empty() || bits_.back()[1] != bits || step_ + 1 == total_) bits_.push_back({step_, bits});
-  ++step_;
+  step_ = taken.next;
 }
 
 Worker::Score Worker::score_of(const Batch& batch) {
@@ -194,21 +210,6 @@ void Worker::add(Sums& sums, const Score& score) {
   sums.loss += score.loss.item<double>() * static_cast<double>(score.labels);
   sums.labels += score.labels;
   sums.right += static_cast<uint64_t>(score.right.item<int64_t>());
-}
-
-// All workers hold the same means, so all decide alike.
-void Worker::take_step(double rate) {
-  const double norm = optimizer_->gradient_norm() / scale_.value;
-  if (!std::isfinite(norm)) {
-    exchange_->rollback();
-    scale_.overflowed();
-    ++skipped_;
-    return;
-  }
-  const double clip = settings_.clip > 0 ? std::min(1.0, settings_.clip / (norm + 1e-6)) : 1.0;
-  optimizer_->step(rate, clip / scale_.value);
-  exchange_->commit();
-  scale_.fine();
 }
 
 void Worker::measure_layers(const std::vector<torch::Tensor>& exact) {
@@ -253,7 +254,7 @@ std::pair<double, double> Worker::evaluate() {
 }
 
 void Worker::end_epoch() {
-  const auto [test_loss, test_accuracy] = evaluate();
+  const auto [test_loss, test_accuracy] = descent_->leads() ? evaluate() : std::pair<double, double>(NAN, NAN);
   Sums trained;
   Seconds spent;
   double bytes = 0;
@@ -271,9 +272,9 @@ void Worker::end_epoch() {
                      {"train_loss", number(trained.mean_loss())},
                      {"train_accuracy", trained.accuracy()},
                      {"test_loss", number(test_loss)},
-                     {"test_accuracy", test_accuracy},
+                     {"test_accuracy", number(test_accuracy)},
                      {"bytes_sent", bytes / workers},
-                     {"bits", bits_sum_ / static_cast<double>(steps)},
+                     {"bits", job_.places.server ? descent_->bits() : bits_sum_ / static_cast<double>(steps)},
                      {"seconds",
                       {{"wall", spent.wall / workers},
                        {"compute", spent.compute / workers},

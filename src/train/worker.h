@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One worker of a run: the training loop, top to bottom, in worker.cc; what it keeps and tells, in worker_state.cc. All
-// workers start from the same weights, see their own samples, exchange gradients, and take the same steps: their
-// weights are bit-identical at every step.
+// workers start from the same weights, see their own samples, exchange gradients or updates, and take the same steps:
+// their weights are bit-identical at every step.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -14,9 +14,8 @@
 #include "train/batches.h"
 #include "train/checkpoint.h"
 #include "train/control.h"
-#include "train/exchange.h"
+#include "train/descent.h"
 #include "train/models.h"
-#include "train/optimizer.h"
 #include "train/run.h"
 #include "train/settings.h"
 
@@ -68,20 +67,20 @@ class Worker {
   void step();
   Score score_of(const Batch& batch);
   static void add(Sums& sums, const Score& score);
-  void take_step(double rate);
   void measure_layers(const std::vector<torch::Tensor>& exact);
   std::pair<double, double> evaluate();  // loss, accuracy
   void end_epoch();
   void begin_or_resume();
+  void take_seat();
   void save();
   nlohmann::json record() const;
   nlohmann::json learned() const;
   Pulse pulse() const;
   uint64_t weights_hash() const;
   void compare_weights(const std::vector<uint64_t>& hashes) const;
+  uint64_t elements() const;  // of all parameters
   TensorMap parameters() const;
   TensorMap buffers() const;
-  TensorMap weights() const;  // parameters and the optimiser's state
   Device codec_device() const;
   void tell(nlohmann::json event) const;
   void tell_step(const std::vector<Pulse>& all);
@@ -95,10 +94,10 @@ class Worker {
   std::shared_ptr<Noise> noise_;
   std::shared_ptr<Model> model_;
   Batches batches_;
-  std::unique_ptr<Optimizer> optimizer_;
-  std::unique_ptr<Exchange> exchange_;
+  std::unique_ptr<Descent> descent_;
   std::unique_ptr<Checkpoints> checkpoints_;
 
+  int rank_ = 0;        // whose samples these are
   uint64_t total_ = 0;  // steps
   uint64_t step_ = 0;   // that comes next
   uint64_t skipped_ = 0;

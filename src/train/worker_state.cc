@@ -13,6 +13,11 @@
 namespace gradwire::train {
 namespace {
 
+TensorMap joined(TensorMap some, TensorMap others) {
+  some.merge(others);
+  return some;
+}
+
 double number_of(const nlohmann::json& value) { return value.is_null() ? NAN : value.get<double>(); }
 
 }  // namespace
@@ -47,14 +52,14 @@ Worker::Pulse Worker::pulse() const {
   all += seconds_;
   return {.sums = sums_,
           .seconds = all,
-          .bytes_sent = engine_.bytes_sent() - control_.bytes_sent() + sent_before_,
+          .bytes_sent = descent_->bytes_sent() + sent_before_,
           .weights = job_.places.check ? weights_hash() : 0,
           .stop = job_.stop.load()};
 }
 
 uint64_t Worker::weights_hash() const {
   uint64_t hash = 0;
-  for (const torch::Tensor& parameter : optimizer_->parameters()) {
+  for (const torch::Tensor& parameter : model_->parameters()) {
     const torch::Tensor values = parameter.detach().to(torch::kCPU).contiguous();
     hash = XXH3_64bits_withSeed(values.data_ptr(), values.nbytes(), hash);
   }
@@ -67,6 +72,14 @@ void Worker::compare_weights(const std::vector<uint64_t>& hashes) const {
       throw Error(ErrorKind::mismatch,
                   fmt::format("after step {} worker {} holds other weights than worker 0", step_, rank), "weights",
                   static_cast<int>(rank));
+}
+
+// Among workers that come and go the server says which samples are whose.
+void Worker::take_seat() {
+  if (const std::optional<uint32_t> seat = descent_->seat()) {
+    rank_ = static_cast<int>(*seat);
+    batches_.take_seat(*seat);
+  }
 }
 
 void Worker::begin_or_resume() {
@@ -86,30 +99,34 @@ void Worker::begin_or_resume() {
                     fmt::format("{} was saved with {} = {}; this run has {}: resume with the same settings",
                                 job_.places.checkpoint, name, then.value(name, nlohmann::json()).dump(), value.dump()),
                     name);
-    checkpoints_->load(*newest, weights(), buffers(), *exchange_);
+    const TensorMap shared = descent_->shared_state(), own = descent_->own_state();
+    checkpoints_->load(*newest, joined(parameters(), shared), joined(buffers(), own), *descent_);
+    descent_->restore(shared, own);
     step_ = saved_.emplace(*newest);
     for (const nlohmann::json& one : state.at("workers")) {
       told_.loss += number_of(one.at("loss"));
       told_.labels += one.at("labels").get<uint64_t>();
     }
-    const nlohmann::json& own = state.at("workers").at(static_cast<size_t>(control_.rank()));
-    sums_ = {number_of(own.at("loss")), own.at("labels"), own.at("right")};
-    sent_before_ = own.at("bytes_sent");
-    seconds_before_ = {own.at("wall"), own.at("compute"), own.at("wait"), {own.at("encode"), 0, own.at("decode")}};
+    const nlohmann::json& mine = state.at("workers").at(static_cast<size_t>(control_.rank()));
+    sums_ = {number_of(mine.at("loss")), mine.at("labels"), mine.at("right")};
+    sent_before_ = mine.at("bytes_sent");
+    seconds_before_ = {mine.at("wall"), mine.at("compute"), mine.at("wait"), {mine.at("encode"), 0, mine.at("decode")}};
     skipped_ = state.at("skipped");
     scale_.value = state.at("loss_scale");
     scale_.good = state.at("good_steps");
-    optimizer_->steps = state.at("optimizer_steps");
     bits_sum_ = state.at("bits_sum");
     epochs_ = state.at("epochs");
     bits_ = state.at("bits_over_time");
     layers_ = state.at("layers");
+  } else {
+    step_ = descent_->start();
+    take_seat();
   }
   compare_weights(control_.gather(weights_hash()));
   nlohmann::json event = settings_;
   event["event"] = "start";
-  event["parameters"] = exchange_->elements();
-  event["buckets"] = exchange_->buckets();
+  event["parameters"] = elements();
+  event["buckets"] = descent_->buckets();
   event["total_steps"] = total_;
   event["steps_per_epoch"] = batches_.steps_per_epoch();
   event["first_step"] = step_;
@@ -130,20 +147,21 @@ void Worker::save() {
                        {"wait", one.seconds.wait},
                        {"encode", one.seconds.codec.encode},
                        {"decode", one.seconds.codec.decode}});
-  const nlohmann::json state = {{"settings", settings_},
-                                {"step", step_},
-                                {"workers", workers},
-                                {"skipped", skipped_},
-                                {"loss_scale", scale_.value},
-                                {"good_steps", scale_.good},
-                                {"optimizer_steps", optimizer_->steps},
-                                {"bits_sum", bits_sum_},
-                                {"epochs", epochs_},
-                                {"bits_over_time", bits_},
-                                {"layers", layers_}};
-  checkpoints_->save(step_, state, weights(), buffers(), *exchange_);
+  const nlohmann::json state = {{"settings", settings_},      {"step", step_},
+                                {"workers", workers},         {"skipped", skipped_},
+                                {"loss_scale", scale_.value}, {"good_steps", scale_.good},
+                                {"bits_sum", bits_sum_},      {"epochs", epochs_},
+                                {"bits_over_time", bits_},    {"layers", layers_}};
+  checkpoints_->save(step_, state, joined(parameters(), descent_->shared_state()),
+                     joined(buffers(), descent_->own_state()), *descent_);
   saved_ = step_;
   tell({{"event", "saved"}, {"step", step_}, {"directory", job_.places.checkpoint}});
+}
+
+uint64_t Worker::elements() const {
+  uint64_t count = 0;
+  for (const torch::Tensor& parameter : model_->parameters()) count += static_cast<uint64_t>(parameter.numel());
+  return count;
 }
 
 TensorMap Worker::parameters() const {
@@ -158,16 +176,9 @@ TensorMap Worker::buffers() const {
   return all;
 }
 
-TensorMap Worker::weights() const {
-  TensorMap all = parameters();
-  for (size_t i = 0; i < optimizer_->state().size(); ++i)
-    all[fmt::format("optimizer.{:05}", i)] = optimizer_->state()[i];
-  return all;
-}
-
 nlohmann::json Worker::learned() const {
   nlohmann::json list = nlohmann::json::array();
-  for (const Exchange::Learned& one : exchange_->learned()) {
+  for (const Exchange::Learned& one : descent_->learned()) {
     nlohmann::json entry = {{"step", step_},
                             {"side", one.side == Side::up ? "up" : "down"},
                             {"codec", one.codec.str()},
@@ -185,7 +196,7 @@ nlohmann::json Worker::learned() const {
 }
 
 nlohmann::json Worker::record() const {
-  const ReduceMemory held = exchange_->memory();
+  const ReduceMemory held = descent_->memory();
   return {{"version", 1},
           {"codec", settings_.up() + settings_.extras()},
           {"canonical", Rules::parse(settings_.up()).str() + settings_.extras()},
@@ -195,13 +206,13 @@ nlohmann::json Worker::record() const {
           {"workers", settings_.workers},
           {"collective", settings_.collective},
           {"device", settings_.device},
-          {"engine", engine_.name()},
+          {"engine", job_.places.server ? "server" : engine_.name()},
           {"batch", settings_.batch},
           {"optimizer", settings_.optimizer},
           {"rate", settings_.rate},
           {"schedule", settings_.schedule},
-          {"parameters", exchange_->elements()},
-          {"finished", step_ == total_},
+          {"parameters", elements()},
+          {"finished", step_ >= total_},
           {"weights", fmt::format("{:016x}", weights_hash())},
           {"skipped_steps", skipped_},
           {"metric", "accuracy"},
@@ -210,7 +221,7 @@ nlohmann::json Worker::record() const {
           {"layers", layers_},
           {"tables", learned()},
           {"memory",
-           {{"gradients", 4 * exchange_->elements()},
+           {{"gradients", 4 * elements()},
             {"residuals", held.residuals},
             {"messages", held.messages},
             {"sums", held.sums}}},
@@ -229,7 +240,7 @@ void Worker::tell_step(const std::vector<Pulse>& all) {
     sums += one.sums;
     bytes += static_cast<double>(one.bytes_sent);
   }
-  const double samples = static_cast<double>(settings_.batch) * settings_.accumulate * settings_.workers;
+  const double samples = static_cast<double>(settings_.batch) * settings_.accumulate * control_.size();
   const double each = (seconds_.wall + seconds_before_.wall) / static_cast<double>(step_);
   tell({{"event", "step"},
         {"epoch", (step_ - 1) / batches_.steps_per_epoch() + 1},
@@ -241,7 +252,7 @@ void Worker::tell_step(const std::vector<Pulse>& all) {
         {"bits", bits_.back()[1]},
         {"bytes_sent", bytes / static_cast<double>(all.size())},
         {"samples_per_second", samples / each},
-        {"seconds_left", each * static_cast<double>(total_ - step_)},
+        {"seconds_left", each * static_cast<double>(total_ - std::min(step_, total_))},
         {"skipped_steps", skipped_}});
   told_ = step_ % batches_.steps_per_epoch() == 0 ? Sums{} : sums;
 }

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+// See qadam.h. The loop over a processor's arrays is plain, so that the compiler makes vectors of it (without errno,
+// which sqrtf would have to set); threads, where there are any, take stretches of it.
+#include "optim/qadam.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "core/pool.h"
+#include "device/memory.h"
+#include "gradwire/error.h"
+
+namespace gradwire {
+namespace {
+
+constexpr uint64_t kStretch = uint64_t{1} << 16;  // elements that one thread takes at a time
+
+template <bool kMoves, bool kShared>
+void loop(const QAdamNumbers& n, const QAdamSpan& s) {
+  const float* __restrict gradient = s.gradient;
+  float* __restrict shared = s.shared;
+  float* __restrict first = s.first;
+  float* __restrict second = s.second;
+  float* __restrict update = s.update;
+  for (uint64_t i = 0; i < s.count; ++i) {
+    float& third = kShared ? shared[i] : second[i];  // not looked at without
+    update[i] = qadam_element<kShared>(n, kMoves ? gradient[i] : 0.0f, first[i], second[i], third);
+  }
+}
+
+void run_stretch(const QAdamNumbers& n, const QAdamSpan& s) {
+  if (s.gradient)
+    s.shared ? loop<true, true>(n, s) : loop<true, false>(n, s);
+  else
+    s.shared ? loop<false, true>(n, s) : loop<false, false>(n, s);
+}
+
+QAdamSpan stretch_of(const QAdamSpan& s, uint64_t from) {
+  return {.gradient = s.gradient ? s.gradient + from : nullptr,
+          .first = s.first + from,
+          .second = s.second + from,
+          .shared = s.shared ? s.shared + from : nullptr,
+          .update = s.update + from,
+          .count = std::min(kStretch, s.count - from)};
+}
+
+void check(const char* field, bool fine, double value, const char* allowed) {
+  if (!fine) throw Error(ErrorKind::usage, fmt::format("{} is {}; allowed is {}", field, value, allowed), field);
+}
+
+}  // namespace
+
+// One block of memory, an array a parameter, each on a cache line of its own.
+struct QAdam::Arrays {
+  Arrays(std::shared_ptr<Memory> m, std::span<const uint64_t> counts) : memory(std::move(m)) {
+    for (const uint64_t count : counts) {
+      offsets.push_back(floats);
+      floats += (count + 15) / 16 * 16;
+    }
+    data = static_cast<float*>(memory->allocate(std::max<uint64_t>(1, floats) * sizeof(float)));
+    memory->zero(data, floats * sizeof(float));
+  }
+  ~Arrays() { memory->release(data); }
+  float* at(size_t parameter) const { return data + offsets[parameter]; }
+
+  std::shared_ptr<Memory> memory;
+  std::vector<uint64_t> offsets;
+  uint64_t floats = 0;
+  float* data = nullptr;
+};
+
+QAdam::QAdam(std::vector<uint64_t> counts, const QAdamOptions& options, const Device& device)
+    : counts_(std::move(counts)), options_(options), device_(device), memory_(memory_of(device)) {
+  check("beta", options.beta >= 0 && options.beta < 1, options.beta, "0 to 1, without 1");
+  check("theta", options.theta > 0 && (options.theory ? options.theta <= 1 : options.theta < 1), options.theta,
+        options.theory ? "above 0, to 1" : "above 0 and below 1");
+  check("epsilon", options.epsilon > 0 && options.epsilon <= 1, options.epsilon, "above 0, to 1");
+  check("share_every", options.share_every > 0, static_cast<double>(options.share_every), "at least 1");
+  if (options_.theory) options_.correction = false;
+  first_ = std::make_unique<Arrays>(memory_, counts_);
+  second_ = std::make_unique<Arrays>(memory_, counts_);
+  if (options_.shared) shared_ = std::make_unique<Arrays>(memory_, counts_);
+  if (!options_.correction) {
+    const auto most = counts_.empty() ? 0 : *std::max_element(counts_.begin(), counts_.end());
+    const std::vector<float> start(most, static_cast<float>(options_.epsilon));
+    for (const Moment moment : moments())
+      for (size_t i = 0; moment != Moment::first && i < counts_.size(); ++i)
+        write(moment, i, {start.data(), counts_[i]});
+  }
+  if (device.kind == Device::Kind::cpu && device.threads > 1) pool_ = std::make_unique<Pool>(device.threads);
+}
+
+QAdam::~QAdam() = default;
+
+// A worker that has taken no step knows nothing: zeros, as they are.
+double QAdam::correction() const {
+  return options_.correction && taken > 0 ? 1 - std::pow(options_.theta, static_cast<double>(taken)) : 1;
+}
+
+QAdamNumbers QAdam::numbers(double rate, bool moves) const {
+  const auto k = static_cast<double>(std::max<uint64_t>(1, taken));
+  const double beta = options_.beta, theta = options_.theory ? 1 - options_.theta / k : options_.theta;
+  QAdamNumbers n{
+      .beta = 1, .fresh = 0, .theta = 1, .fresh_square = 0, .rate = static_cast<float>(rate), .root = 1, .epsilon = 0};
+  if (moves) {
+    n.beta = static_cast<float>(beta);
+    n.fresh = static_cast<float>(1 - beta);
+    n.theta = static_cast<float>(theta);
+    n.fresh_square = static_cast<float>(1 - theta);
+  }
+  if (options_.correction) {
+    n.rate = static_cast<float>(rate / (1 - std::pow(beta, k)));
+    n.epsilon = static_cast<float>(options_.epsilon);
+    n.root = static_cast<float>(std::sqrt(correction()));
+  }
+  return n;
+}
+
+void QAdam::step(double rate, std::span<const float* const> gradients, std::span<float* const> updates) {
+  GW_CHECK(gradients.size() == counts_.size());
+  ++taken;
+  run(numbers(rate, true), gradients, updates);
+}
+
+void QAdam::again(double rate, std::span<float* const> updates) { run(numbers(rate, false), {}, updates); }
+
+void QAdam::run(const QAdamNumbers& numbers, std::span<const float* const> gradients, std::span<float* const> updates) {
+  GW_CHECK(updates.size() == counts_.size());
+  std::vector<QAdamSpan> spans;
+  for (size_t i = 0; i < counts_.size(); ++i)
+    spans.push_back({.gradient = gradients.empty() ? nullptr : gradients[i],
+                     .first = first_->at(i),
+                     .second = second_->at(i),
+                     .shared = shared_ ? shared_->at(i) : nullptr,
+                     .update = updates[i],
+                     .count = counts_[i]});
+  if (device_.kind == Device::Kind::cuda) return cuda_qadam(device_.index, device_.stream, spans, numbers);
+  std::vector<QAdamSpan> stretches;
+  for (const QAdamSpan& span : spans)
+    for (uint64_t from = 0; from < span.count; from += kStretch) stretches.push_back(stretch_of(span, from));
+  if (pool_) return pool_->run(stretches.size(), [&](size_t task, int) { run_stretch(numbers, stretches[task]); });
+  for (const QAdamSpan& stretch : stretches) run_stretch(numbers, stretch);
+}
+
+bool QAdam::pools(uint64_t step) const {
+  if (!options_.shared) return false;
+  const uint64_t number = step + 1;
+  return number < options_.share_every ? std::has_single_bit(number) : number % options_.share_every == 0;
+}
+
+void QAdam::pool(const std::function<void(std::span<float* const>)>& mean) {
+  GW_CHECK(options_.shared);
+  const auto correct = static_cast<float>(correction());
+  std::vector<std::vector<float>> values;
+  std::vector<float*> pointers;
+  for (size_t i = 0; i < counts_.size(); ++i) {
+    values.push_back(read(Moment::second, i));
+    for (float& value : values.back()) value /= correct;
+    pointers.push_back(values.back().data());
+  }
+  mean(pointers);
+  for (size_t i = 0; i < counts_.size(); ++i) {
+    for (float& value : values[i]) value *= correct;  // as young as this worker's own
+    write(Moment::shared, i, values[i]);
+  }
+}
+
+std::vector<QAdam::Moment> QAdam::moments() const {
+  std::vector<Moment> all{Moment::first, Moment::second};
+  if (options_.shared) all.push_back(Moment::shared);
+  return all;
+}
+
+QAdam::Arrays& QAdam::arrays(Moment moment) const {
+  return moment == Moment::first ? *first_ : moment == Moment::second ? *second_ : *shared_;
+}
+
+std::vector<float> QAdam::read(Moment moment, size_t parameter) const {
+  std::vector<float> values(counts_.at(parameter));
+  memory_->to_host(values.data(), arrays(moment).at(parameter), values.size() * sizeof(float));
+  return values;
+}
+
+void QAdam::write(Moment moment, size_t parameter, std::span<const float> values) {
+  GW_CHECK(values.size() == counts_.at(parameter));
+  memory_->from_host(arrays(moment).at(parameter), values.data(), values.size_bytes());
+}
+
+uint64_t QAdam::bytes() const { return moments().size() * first_->floats * sizeof(float); }
+
+#if !defined(GRADWIRE_HAS_CUDA)
+void cuda_qadam(int, void*, std::span<const QAdamSpan>, const QAdamNumbers&) {
+  throw Error(ErrorKind::unsupported, "this build has no CUDA: configure it where nvcc is found", "device");
+}
+#endif
+
+}  // namespace gradwire

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+// The head, little-endian:
+//
+//   0 magic "GWPS"   4 protocol u16   6 kind u8   7 verdict u8   8 part u32   12 contributors u32   16 step u64
+//   24 sequence u64   32 held u64   40 payload bytes u64   48 computed f64   56 squares f64   64 residual f64
+//   72 flags u8, 7 zeros   80 zero u64   88 check u64: XXH64 of the 88 bytes before it
+#include "server/frame.h"
+
+#include <fmt/format.h>
+#include <xxhash.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "gradwire/error.h"
+
+namespace gradwire::server {
+namespace {
+
+constexpr uint32_t kFrameMagic = 0x53505747u;  // "GWPS"
+
+template <class T>
+void put(std::byte* at, T value) {
+  std::memcpy(at, &value, sizeof value);
+}
+
+template <class T>
+T get(const std::byte* at) {
+  T value;
+  std::memcpy(&value, at, sizeof value);
+  return value;
+}
+
+[[noreturn]] void refuse(const char* field, const std::string& words) {
+  throw Error(ErrorKind::frame, fmt::format("bad frame: {} {}", field, words), field);
+}
+
+bool known(Kind kind) {
+  const auto number = static_cast<uint8_t>(kind);
+  return (number >= 1 && number <= 8) || (number >= 65 && number <= 68);
+}
+
+}  // namespace
+
+Blob make_blob(std::vector<std::byte> bytes) {
+  return std::make_shared<const std::vector<std::byte>>(std::move(bytes));
+}
+
+Blob text_blob(const nlohmann::json& text) {
+  const std::string words = text.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  std::vector<std::byte> bytes(words.size());
+  std::memcpy(bytes.data(), words.data(), words.size());
+  return make_blob(std::move(bytes));
+}
+
+std::array<std::byte, kFrameHead> write_head(const Frame& frame, size_t payload_bytes) {
+  std::array<std::byte, kFrameHead> head{};
+  std::byte* at = head.data();
+  put(at, kFrameMagic);
+  put(at + 4, kProtocol);
+  put(at + 6, frame.kind);
+  put(at + 7, frame.verdict);
+  put(at + 8, frame.part);
+  put(at + 12, frame.contributors);
+  put(at + 16, frame.step);
+  put(at + 24, frame.sequence);
+  put(at + 32, frame.held);
+  put(at + 40, uint64_t{payload_bytes});
+  put(at + 48, frame.tally.computed);
+  put(at + 56, frame.tally.squares);
+  put(at + 64, frame.tally.residual);
+  put(at + 72, frame.flags);
+  put(at + 88, uint64_t{XXH64(at, 88, 0)});
+  return head;
+}
+
+Frame read_frame_head(std::span<const std::byte> bytes, size_t payload_bytes) {
+  if (bytes.size() < kFrameHead) refuse("length", fmt::format("is {} bytes; a head has {}", bytes.size(), kFrameHead));
+  const std::byte* at = bytes.data();
+  if (get<uint32_t>(at) != kFrameMagic) refuse("magic", "is not GWPS");
+  // Before the check: another version may have another head.
+  if (const auto protocol = get<uint16_t>(at + 4); protocol != kProtocol)
+    refuse("protocol", fmt::format("is {}; this program speaks {}", protocol, kProtocol));
+  if (get<uint64_t>(at + 88) != XXH64(at, 88, 0)) refuse("check", "does not match: the head was altered");
+  Frame frame;
+  frame.kind = get<Kind>(at + 6);
+  frame.verdict = get<Verdict>(at + 7);
+  frame.part = get<uint32_t>(at + 8);
+  frame.contributors = get<uint32_t>(at + 12);
+  frame.step = get<uint64_t>(at + 16);
+  frame.sequence = get<uint64_t>(at + 24);
+  frame.held = get<uint64_t>(at + 32);
+  frame.tally = {get<double>(at + 48), get<double>(at + 56), get<double>(at + 64)};
+  frame.flags = get<uint8_t>(at + 72);
+  if (!known(frame.kind)) refuse("kind", fmt::format("is {}, which is unknown", static_cast<int>(frame.kind)));
+  if (frame.verdict > Verdict::corrupt)
+    refuse("verdict", fmt::format("is {}, which is unknown", static_cast<int>(frame.verdict)));
+  if (frame.flags > (kQuiet | kWhole | kKeeper)) refuse("flags", fmt::format("are {}, which are unknown", frame.flags));
+  if (const auto said = get<uint64_t>(at + 40); said != payload_bytes)
+    refuse("payload", fmt::format("has {} bytes; the head says {}", payload_bytes, said));
+  if (!std::isfinite(frame.tally.computed) || !std::isfinite(frame.tally.squares) ||
+      !std::isfinite(frame.tally.residual))
+    refuse("tally", "is not finite");
+  return frame;
+}
+
+nlohmann::json read_text(std::span<const std::byte> payload) {
+  if (payload.size() > kMaxText) refuse("text", fmt::format("has {} bytes; allowed are {}", payload.size(), kMaxText));
+  const char* first = reinterpret_cast<const char*>(payload.data());
+  nlohmann::json text = nlohmann::json::parse(first, first + payload.size(), nullptr, false);
+  if (!text.is_object()) refuse("text", "is not a JSON object");
+  return text;
+}
+
+}  // namespace gradwire::server

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// HTTP for watching, and no more than that: GET and HEAD of short paths, answered from memory. One thread polls all
+// connections, so a client that sends a byte a second or never reads its answer costs a slot, not a thread, and nobody
+// waits for it. Everything is bounded: connections, the bytes of a request, the time it may take to arrive, the time an
+// answer may take to leave, the requests of one connection. Bodies are refused. The destructor returns at once whatever
+// the clients are doing. (A library with a thread per connection was tried: as many slow clients as it had threads kept
+// it from answering and from stopping.)
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <thread>
+
+namespace gradwire::server {
+
+struct HttpReply {
+  int status = 200;
+  std::string type = "text/plain; charset=utf-8";
+  std::shared_ptr<const std::string> body;  // shared: many pollers of one text cost its memory once
+};
+
+class HttpServer {
+ public:
+  using Answer = std::function<HttpReply(std::string_view path)>;
+
+  static constexpr size_t kMaxConnections = 64;
+  static constexpr size_t kMaxHead = 8192;  // request line and headers
+  static constexpr size_t kMaxTarget = 1024;
+  static constexpr int kMaxRequests = 1000;             // of one connection
+  static constexpr std::chrono::seconds kIdle{30};      // between requests
+  static constexpr std::chrono::seconds kArrival{5};    // of one request, from its first byte
+  static constexpr std::chrono::seconds kDelivery{10};  // of one answer, to its last byte
+
+  // `headers` ("Name: value\r\n"...) go with every answer. Error{io, "watch"} if nobody can listen there; port 0 is
+  // any. `answer` is called by the server's own thread, one call at a time; what it throws becomes status 500.
+  HttpServer(const std::string& host, int port, std::string headers, Answer answer);
+  ~HttpServer();
+  HttpServer(const HttpServer&) = delete;
+  HttpServer& operator=(const HttpServer&) = delete;
+
+  int port() const { return port_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Connection;
+
+  void listen_on(const std::string& host, int port);
+  void loop();
+  void accept_all();
+  bool make_room();
+  bool serve(Connection& connection, short events);  // false: to be closed
+  bool receive(Connection& connection);
+  bool send_out(Connection& connection);
+  bool take_request(Connection& connection);  // false: none complete yet
+  void reply(Connection& connection, const HttpReply& what, bool head_only, std::string_view extra = {});
+  void refuse(Connection& connection, int status, std::string_view extra = {});
+
+  std::string headers_;
+  Answer answer_;
+  int port_ = 0;
+  int listener_ = -1;
+  int wake_ = -1;  // an eventfd: written once, to stop
+  Clock::time_point accept_after_{};
+  std::list<Connection> connections_;
+  std::thread thread_;
+};
+
+}  // namespace gradwire::server

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "train/mean_updates.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "core/bits.h"
+#include "gradwire/error.h"
+
+namespace gradwire::train {
+namespace {
+
+constexpr uint32_t kDown = 1;  // Stamp::stage
+
+bool finite(std::span<const float> values) {
+  uint32_t largest = 0;
+  for (const float value : values) largest = std::max(largest, float_bits(value) & 0x7fffffffu);
+  return largest < kInfBits;
+}
+
+template <class T, class From>
+std::vector<T*> pointers(From& arrays) {
+  std::vector<T*> list;
+  for (auto& array : arrays) list.push_back(array.data());
+  return list;
+}
+
+}  // namespace
+
+MeanUpdates::MeanUpdates(Engine& engine, std::vector<NamedTensor> tensors, ReduceOptions options,
+                         const std::string& down, std::chrono::milliseconds timeout)
+    : engine_(engine.split(0)), tensors_(std::move(tensors)), options_(std::move(options)), clock_(options_.device) {
+  engine_->set_timeout(timeout);
+  GW_CHECK(options_.device.kind == Device::Kind::cpu);
+  reducer_ = std::make_unique<Reducer>(*engine_, tensors_, options_);
+  weights_ = make_arrays();
+  means_ = make_arrays();
+  if (options_.method == ReduceOptions::Method::scatter) return;
+  const Rules rules = Rules::parse(down);
+  std::vector<TensorSpec> specs;
+  for (const NamedTensor& one : tensors_)
+    specs.push_back({.name = one.name,
+                     .count = one.count,
+                     .dtype = DType::f32,
+                     .codec = rules.codec_for(one.name, one.dimensions)});
+  plan_.emplace(std::move(specs));
+  runner_ = make_runner(*plan_, options_.device);
+  message_.resize(plan_->message_bytes());
+}
+
+MeanUpdates::Arrays MeanUpdates::make_arrays() const {
+  Arrays arrays;
+  for (const NamedTensor& one : tensors_) arrays.emplace_back(one.count);
+  return arrays;
+}
+
+uint64_t MeanUpdates::begin(std::span<float* const> weights) {
+  GW_CHECK(weights.size() == tensors_.size());
+  for (size_t i = 0; i < tensors_.size(); ++i) std::copy_n(weights[i], tensors_[i].count, weights_[i].data());
+  hand_out(0, weights);
+  return 0;
+}
+
+Taken MeanUpdates::exchange(uint64_t step, std::span<const float* const> updates, std::span<float* const> weights,
+                            const Report& report) {
+  reducer_->set_rate(report.rate);
+  const std::vector<const void*> in(updates.begin(), updates.end());
+  reducer_->run(step, in, pointers<void>(means_));
+  // All workers see the same means, so all decide alike.
+  if (!std::all_of(means_.begin(), means_.end(), [](const auto& mean) { return finite(mean); })) {
+    reducer_->rollback(step);
+    return {.next = step + 1, .applied = false};
+  }
+  reducer_->commit(step);
+  {
+    const auto spell = clock_.decode();
+    for (size_t i = 0; i < tensors_.size(); ++i)
+      std::transform(weights_[i].begin(), weights_[i].end(), means_[i].begin(), weights_[i].begin(), std::minus<>());
+  }
+  hand_out(step + 1, weights);
+  return {.next = step + 1, .applied = true};
+}
+
+// The others learn of it by a mean that is not a number.
+Taken MeanUpdates::skip(uint64_t step, std::span<float* const> weights, const Report& report) {
+  Arrays nothing = make_arrays();
+  for (auto& array : nothing) std::fill(array.begin(), array.end(), std::numeric_limits<float>::quiet_NaN());
+  return exchange(step, pointers<const float>(nothing), weights, report);
+}
+
+void MeanUpdates::hand_out(uint64_t step, std::span<float* const> weights) {
+  if (!plan_) {
+    for (size_t i = 0; i < tensors_.size(); ++i) std::copy(weights_[i].begin(), weights_[i].end(), weights[i]);
+    return;
+  }
+  const Stamp stamp{.seed = options_.seed, .step = step, .stage = kDown, .rank = 0, .world = 1};
+  {
+    const auto spell = clock_.encode();
+    runner_->encode(pointers<const void>(weights_), stamp, message_);
+  }
+  const auto spell = clock_.decode();
+  const std::vector<void*> out(weights.begin(), weights.end());
+  runner_->decode(message_, out, Write::set, &stamp);
+  runner_->wait();
+}
+
+void MeanUpdates::pool(uint64_t step, std::span<float* const> second) {
+  if (!second_) {
+    ReduceOptions exact = options_;
+    exact.method = ReduceOptions::Method::scatter;  // sums run in rank order, as with gather, in less memory
+    exact.up = exact.down = "fp32";
+    second_ = std::make_unique<Reducer>(*engine_, tensors_, exact);
+  }
+  const std::vector<const void*> in(second.begin(), second.end());
+  const std::vector<void*> out(second.begin(), second.end());
+  second_->run(step, in, out);
+  second_->commit(step);
+}
+
+double MeanUpdates::bits() const {
+  const std::vector<Codec> codecs = reducer_->codecs(Side::up);
+  uint64_t bytes = 0, elements = 0;
+  for (size_t i = 0; i < codecs.size(); ++i) {
+    bytes += codecs[i].bytes(tensors_[i].count);
+    elements += tensors_[i].count;
+  }
+  return 8.0 * static_cast<double>(bytes) / static_cast<double>(std::max<uint64_t>(1, elements));
+}
+
+ReduceTimes MeanUpdates::times() const {
+  ReduceTimes all = reducer_->times();
+  const ReduceTimes pooling = second_ ? second_->times() : ReduceTimes{};
+  all.encode += clock_.times().encode + pooling.encode;
+  all.decode += clock_.times().decode + pooling.decode;
+  all.wait += pooling.wait;
+  return all;
+}
+
+ReduceMemory MeanUpdates::memory() const {
+  ReduceMemory all = reducer_->memory();
+  all.messages += message_.size() + (second_ ? second_->memory().messages : 0);
+  for (const auto& array : means_) all.sums += 2 * array.size() * sizeof(float);  // and the weights
+  return all;
+}
+
+std::vector<std::span<float>> MeanUpdates::held() {
+  std::vector<std::span<float>> all;
+  for (auto& array : weights_) all.emplace_back(array);
+  return all;
+}
+
+void MeanUpdates::save(const std::string& path) const { reducer_->feedback().save(path); }
+
+void MeanUpdates::load(const std::string& path) {
+  ErrorFeedback& own = reducer_->feedback();
+  own = ErrorFeedback::load(path, own.device());
+}
+
+}  // namespace gradwire::train

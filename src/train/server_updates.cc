@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "train/server_updates.h"
+
+#include <cmath>
+
+#include "gradwire/error.h"
+#include "server/dial.h"
+
+namespace gradwire::train {
+namespace {
+
+constexpr double kLeaveSeconds = 60;
+
+server::Signature signature_of(const Settings& settings, std::vector<server::Variable> parameters, std::vector<server::Variable> buffers) {
+  server::Signature signature;
+  signature.parameters = std::move(parameters);
+  signature.buffers = std::move(buffers);
+  signature.up = settings.up();
+  signature.down = settings.down.empty() ? settings.up() : settings.down;
+  signature.sends_updates = settings.send == "updates";
+  signature.pools = settings.moments == "shared";
+  signature.seed = settings.seed;
+  signature.model = settings.task + " " + settings.model;
+  return signature;
+}
+
+}  // namespace
+
+ServerUpdates::ServerUpdates(const Settings& settings, const ServerPlace& place, std::vector<server::Variable> parameters, std::vector<server::Variable> buffers)
+    : client_({.signature = signature_of(settings, std::move(parameters), std::move(buffers)),
+               .dial = server::make_dialer({place.address, place.security}),
+               .name = place.name,
+               .id = {},
+               .patience_s = place.patience_s}),
+      warm_steps_(place.warm_steps) {}
+
+uint64_t ServerUpdates::begin(std::span<float* const> weights) { return client_.join(weights); }
+
+void ServerUpdates::tell(uint64_t step, const Report& report) {
+  nlohmann::json text = {{"step", step}, {"samples", report.samples}};
+  if (std::isfinite(report.loss)) text["loss"] = report.loss;
+  client_.report(text);
+}
+
+Taken ServerUpdates::exchange(uint64_t step, std::span<const float* const> updates, std::span<float* const> weights, const Report& report) {
+  tell(step, report);
+  // A worker that has just come may watch for some steps, while its moments get warm.
+  if (taken_++ < warm_steps_) return {.next = client_.skip(weights), .applied = true};
+  return {.next = client_.exchange(updates, weights), .applied = true};
+}
+
+Taken ServerUpdates::skip(uint64_t step, std::span<float* const> weights, const Report& report) {
+  tell(step, report);
+  return {.next = client_.skip(weights), .applied = true};
+}
+
+void ServerUpdates::pool(uint64_t, std::span<float* const> second) { client_.pool(second); }
+
+void ServerUpdates::save(const std::string&) const {
+  throw Error(ErrorKind::usage, "with a server, checkpoints are the server's (gradwire serve --checkpoint)", "checkpoint");
+}
+void ServerUpdates::load(const std::string& path) { save(path); }
+
+nlohmann::json ServerUpdates::end() {
+  const bool confirmed = client_.leave(kLeaveSeconds);
+  const server::ClientCounts& counts = client_.counts();
+  return {{"confirmed", confirmed},
+          {"slot", client_.slot()},
+          {"messages_up", counts.messages_up},
+          {"messages_down", counts.messages_down},
+          {"applied", counts.applied},
+          {"late", counts.late},
+          {"corrupt", counts.corrupt},
+          {"replayed", counts.replayed},
+          {"reconnects", counts.reconnects}};
+}
+
+}  // namespace gradwire::train
