@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup build demo test test-long bench fuzz dev tsan install format clean
+.PHONY: help setup build demo demo-server test test-long bench fuzz dev tsan install format clean
 
 JOBS ?= $(shell nproc)
 CUDA ?= ON
@@ -42,6 +42,10 @@ else
 	build/bin/gradwire compare --task fashion-mnist --model cnn --workers 4 --epochs 2 --out build/demo \
 	  --codec fp32 --codec qsgd:bits=4 --codec optquant:bits=3 --codec casq:bits=2 --codec dqsgd:budget=4.5
 endif
+
+demo-server: setup  ## a parameter server and three workers: one is killed, one joins; ends with the loss curve
+	@$(call compile,release,$(release),--target bin/gradwire bin/gradwire-server bin/gradwire-train)
+	build/venv/bin/python3 tools/demo_server.py build/bin/gradwire
 
 # The three trees are built before anything runs; then all three run, whatever the first ones say, the main one last.
 test: build  ## the tests; ThreadSanitizer on the engine; 30 s of libFuzzer on the decoders

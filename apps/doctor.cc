@@ -48,6 +48,12 @@ void doctor(bool json) {
   if (!mpi_built())
     missing.push_back({"MPI in this build", "apt-get install libopenmpi-dev openmpi-bin, then: make build"});
   if (torch.empty()) missing.push_back({"gradwire train and compare", "install torch for python3 (pip install torch), then: make build"});
+#ifdef GRADWIRE_HAS_GRPC
+  const bool serves = true;
+#else
+  const bool serves = false;
+#endif
+  if (!serves) missing.push_back({"the parameter server", "apt-get install libgrpc++-dev, then: make build"});
 
   if (json) {
     nlohmann::ordered_json row = {{"version", GRADWIRE_VERSION},
@@ -60,7 +66,8 @@ void doctor(bool json) {
                                   {"cuda", cuda_description()},
                                   {"mpi_built", mpi_built()},
                                   {"mpi", mpi_library()},
-                                  {"torch", torch}};
+                                  {"torch", torch},
+                                  {"server", serves}};
     row["engines"] = mpi_built() ? std::vector<std::string>{"loopback", "mpi"} : std::vector<std::string>{"loopback"};
     row["missing"] = nlohmann::ordered_json::array();
     for (const Missing& item : missing) row["missing"].push_back({{"what", item.what}, {"line", item.line}});
@@ -78,6 +85,7 @@ void doctor(bool json) {
   line("engines", mpi_built() ? "loopback, mpi" : "loopback");
   line("files", packing_built() ? "plain and packed (Zstandard)" : "plain; packed ones need Zstandard, which this build did not find");
   line("torch", torch.empty() ? "not in this build" : torch + ", for gradwire train and compare");
+  line("server", serves ? "gradwire serve, status and load, over gRPC" : "not in this build");
   if (missing.empty()) return print("\nNothing is missing.\n");
   print("\nMissing, and how to get it:\n");
   for (const Missing& item : missing) print(fmt::format("  {}: {}\n", item.what, item.line));

@@ -4,6 +4,8 @@
 
 #include <fmt/format.h>
 
+#include <cmath>
+
 #include "command.h"
 #include "gradwire/error.h"
 #include "mpi_session.h"
@@ -75,7 +77,7 @@ void add_training(CLI::App& command, TrainingOptions& options) {
   add_whole(command, "--accumulate", s.accumulate, 1, 10000,
             "Passes whose gradients are added up before they are sent");
   add_choice(command, "--optimizer", s.optimizer, {"sgd", "adam", "adamw", "qadam"}, "Default: what suits the model");
-  number("--rate", s.rate, "Learning rate; adam, qadam: 0.001 unless given");
+  number("--rate", s.rate, "Learning rate; adam: 0.001 unless given, qadam: 0.001 x root of --workers");
   number("--momentum", s.momentum, "Momentum of sgd");
   number("--weight-decay", s.weight_decay, "Weight decay");
   number("--clip", s.clip, "Largest norm of the mean gradient, qadam: of each worker's own; 0: any");
@@ -122,7 +124,9 @@ void fill_in(TrainingOptions& options) {
   if (!given("--optimizer") && sequence) s.optimizer = s.model.starts_with("gpt") ? "adamw" : "adam";
   if (s.optimizer == "qadam") fill_in_qadam(options);
   if (s.optimizer != "sgd") {
-    if (!given("--rate")) s.rate = 1e-3;
+    // Workers that normalise their own, noisier gradients take steps smaller by about the root of their number than one
+    // Adam at the mean gradient would.
+    if (!given("--rate")) s.rate = s.optimizer == "qadam" ? 1e-3 * std::sqrt(s.workers) : 1e-3;
     if (!given("--weight-decay")) s.weight_decay = s.optimizer == "adamw" ? 0.1 : 0;
   }
   if (!given("--clip") && s.model.starts_with("gpt")) s.clip = 1;

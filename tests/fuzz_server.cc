@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// libFuzzer throws bytes at what the server reads from disk: a safetensors file (of anybody, for first weights) and its
+// libFuzzer throws bytes at what the server reads from connections (the head of a frame, a worker's signature) and from disk: a safetensors file (of anybody, for first weights) and its
 // own checkpoint, as the bytes come and with the check at the end made right, so that the fields behind it are reached.
 // Only gradwire::Error may come out; another exception, a sanitizer's report or a broken promise (trap) is a finding.
 //
@@ -10,14 +10,18 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <string>
 
 #include "gradwire/error.h"
 #include "server/checkpoint.h"
+#include "server/frame.h"
 #include "server/safetensors.h"
+#include "server/signature.h"
 
 namespace {
 
@@ -149,9 +153,47 @@ void fuzz_safetensors(const uint8_t* data, size_t size) {
   }
 }
 
+// What comes over a connection: a frame's head, as it is and with its check made right, and what a worker says it trains.
+void fuzz_frame(const uint8_t* data, size_t size) {
+  std::array<std::byte, kFrameHead> head{};
+  if (size > 0) std::memcpy(head.data(), data, std::min(size, head.size()));
+  for (const bool sealed : {false, true}) {
+    if (sealed) {
+      const uint64_t check = XXH64(head.data(), 88, 0);
+      std::memcpy(head.data() + 88, &check, sizeof check);
+    }
+    try {
+      const Frame frame = read_frame_head(std::span(head).first(std::min(size, head.size())), size);
+      promise(read_frame_head(write_head(frame, size), size).step == frame.step);
+    } catch (const Error& error) {
+      promise(error.kind() == ErrorKind::frame);
+    }
+  }
+}
+
+void fuzz_signature(const uint8_t* data, size_t size) {
+  try {
+    const Signature signature = Signature::parse(read_text(std::as_bytes(std::span(data, size))));
+    check_limits(signature, {.max_elements = 1 << 20, .max_tensors = 64});
+    promise(Signature::parse(signature.json()).difference(signature).empty());
+    uint64_t elements = 0;
+    for (const Cut& cut : cut_parts(signature, 32768)) elements += cut.role == Role::weights ? cut.elements() : 0;
+    promise(elements == signature.elements());
+  } catch (const Error& error) {
+    promise(error.kind() == ErrorKind::frame || error.kind() == ErrorKind::usage);
+  }
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  fuzz_safetensors(data, size);
+  // The last byte chooses, so that a file stays a file.
+  const uint8_t way = size > 0 ? data[size - 1] % 4 : 0;
+  if (way == 1)
+    fuzz_frame(data, size - 1);
+  else if (way == 2)
+    fuzz_signature(data, size - 1);
+  else
+    fuzz_safetensors(data, size);
   return 0;
 }

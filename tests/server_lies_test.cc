@@ -2,9 +2,7 @@
 // What a server is told by those who are not what they say: frames of wrong kinds, parts and orders, texts that are none,
 // messages of other models, numbers that are not. It answers with a refusal or a verdict, goes on reading, and no weight
 // is changed by it.
-#include <cstring>
 #include <limits>
-#include <random>
 
 #include "server_faults.h"
 
@@ -18,9 +16,8 @@ Signature plain() {
 }
 
 Blob words(const std::string& text) {
-  std::vector<std::byte> bytes(text.size());
-  std::memcpy(bytes.data(), text.data(), text.size());
-  return make_blob(std::move(bytes));
+  const auto bytes = std::as_bytes(std::span(text));
+  return make_blob({bytes.begin(), bytes.end()});
 }
 
 // A session that says whatever it likes.

@@ -15,7 +15,7 @@ if(GRADWIRE_FUZZ)
   target_link_libraries(fuzz_server PRIVATE gradwire_server xxHash::xxHash nlohmann_json::nlohmann_json)
   target_link_options(fuzz_server PRIVATE -fsanitize=fuzzer)
   file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/corpus_server)
-  add_test(NAME fuzz_server COMMAND fuzz_server -seed=1 -max_total_time=30 -max_len=4096 -timeout=20 -rss_limit_mb=2048
+  add_test(NAME fuzz_server COMMAND fuzz_server -seed=1 -max_total_time=30 -max_len=4096 -timeout=60 -rss_limit_mb=2048 -verbosity=0
            -print_final_stats=1 -artifact_prefix=${CMAKE_BINARY_DIR}/ ${CMAKE_BINARY_DIR}/corpus_server)
   set_tests_properties(fuzz_server PROPERTIES TIMEOUT 300 LABELS fuzz)
 endif()

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Frames as gRPC's byte buffers. A payload is not copied on the way out: the slice holds on to the blob.
+// What both ends share of gRPC: frames as its byte buffers, and its silence. A payload is not copied on the way out: the
+// slice holds on to the blob.
 #pragma once
 
+#include <grpc/support/log.h>
 #include <grpcpp/support/byte_buffer.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -11,6 +15,11 @@
 #include "server/frame.h"
 
 namespace gradwire::server {
+
+// gRPC prints what it also says in a status. Whoever wants to see it sets GRPC_VERBOSITY, as its manual says.
+inline void keep_grpc_quiet() {
+  if (std::getenv("GRPC_VERBOSITY") == nullptr) gpr_set_log_function([](gpr_log_func_args*) {});
+}
 
 inline grpc::ByteBuffer to_buffer(const Frame& frame, const Blob& payload) {
   const auto head = write_head(frame, payload ? payload->size() : 0);

@@ -334,8 +334,9 @@ Client::Entry* Client::oldest_open(size_t part) {
   return nullptr;
 }
 
-// The next thing to ask the server for one part: take an update, or give weights of `target`.
-void Client::ask(size_t p, uint64_t target) {
+// The next thing to ask the server for one part: take an update, or give weights of `target`. A replay only brings a
+// restarted server to where the others need it, and wants no weights.
+void Client::ask(size_t p, uint64_t target, bool replay) {
   PartSide& side = sides_[p];
   if (side.asked) return;
   Frame frame{.kind = Kind::pull, .part = static_cast<uint32_t>(p), .step = target, .held = side.held};
@@ -355,10 +356,10 @@ void Client::ask(size_t p, uint64_t target) {
       frame.kind = Kind::update;
       frame.sequence = entry->sequence;
       frame.tally = sent.tally;
-      if (entry != &log_.back()) frame.flags = kQuiet;
+      if (replay || entry != &log_.back()) frame.flags = kQuiet;
       payload = sent.message;
     }
-  } else if (side.held != kNone && (async_ || side.held >= target)) {
+  } else if (replay || (side.held != kNone && (async_ || side.held >= target))) {
     return;
   }
   side.asked = true;
@@ -455,7 +456,10 @@ void Client::pool(std::span<float* const> second) {
            over ? nullptr : side.pooled);
     }
     const auto missing = [&] { return std::any_of(sides_.begin() + static_cast<std::ptrdiff_t>(weight_parts_), sides_.end(), [](const PartSide& side) { return side.held == kNone; }); };
-    while (missing()) listen(second, 1000ms);
+    while (missing()) {
+      for (size_t p = 0; p < weight_parts_; ++p) ask(p, 0, true);  // others may not come to this round without them
+      listen(second, 1000ms);
+    }
   });
   pool_again_ = false;
 }

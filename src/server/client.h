@@ -103,7 +103,7 @@ class Client {
   template <class Work>
   void persist(const Work& work);  // until it ends without losing the connection
   void settle(uint64_t target, std::span<float* const> weights);
-  void ask(size_t part, uint64_t target);
+  void ask(size_t part, uint64_t target, bool replay = false);
   void handle(const Frame& frame, const Blob& payload, std::span<float* const> weights);
   void encode_part(Entry& entry, size_t part, std::span<const float* const> updates);
   void fold(Entry& entry, size_t part);

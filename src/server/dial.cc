@@ -8,6 +8,7 @@
 #include <grpcpp/security/credentials.h>
 #include <grpcpp/support/channel_arguments.h>
 
+#include <cctype>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -43,15 +44,20 @@ std::optional<Error> final_word(const grpc::Status& status) {
     default:
       break;
   }
-  if (words.find("andshake failed") != std::string::npos && words.find("CERTIFICATE_VERIFY_FAILED") != std::string::npos)
+  // The words are those of the TLS library, of which there are two kinds: "certificate verify failed", "CERTIFICATE_VERIFY_FAILED".
+  std::string plain = words;
+  for (char& c : plain) c = c == '_' ? ' ' : static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  if (plain.find("handshake failed") == std::string::npos) return std::nullopt;
+  if (plain.find("certificate verify failed") != std::string::npos)
     return Error(ErrorKind::mismatch, "the server's certificate is not to be trusted (--tls-ca): " + words, "tls-ca");
-  if (words.find("WRONG_VERSION_NUMBER") != std::string::npos)
+  if (plain.find("wrong version number") != std::string::npos)
     return Error(ErrorKind::mismatch, "the server does not speak TLS: " + words, "tls-ca");
   return std::nullopt;
 }
 
 // One call on a connection of its own. It ends in the thread that made it, never in one of gRPC's, which a channel must not
-// be destroyed in.
+// be destroyed in. Writes begin in any thread, so the call is held until nothing can be read any more: gRPC's side of it is
+// gone before OnDone is called.
 class Call final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
   Call(const Contact& contact, const char* method) {
@@ -70,28 +76,27 @@ class Call final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
     if (!contact.token.empty()) context_.AddMetadata(kTokenKey, contact.token);
     stub_->PrepareBidiStreamingCall(&context_, method, {}, this);
     StartRead(&incoming_);
+    AddHold();
     StartCall();
   }
 
   void OnReadDone(bool ok) override {
-    const std::lock_guard lock(mutex_);
-    if (!ok) return;
-    Blob payload;
-    try {
-      const Frame frame = from_buffer(incoming_, payload);
-      received_.emplace_back(frame, std::move(payload));
-      StartRead(&incoming_);
-    } catch (const Error& error) {
-      broken_ = error.what();
-      context_.TryCancel();
+    {
+      const std::lock_guard lock(mutex_);
+      if (ok && take()) {
+        StartRead(&incoming_);
+        wake_.notify_all();
+        return;
+      }
+      over_ = true;
     }
-    wake_.notify_all();
+    RemoveHold();  // not under the lock: it may end the call
   }
   void OnWriteDone(bool ok) override {
     const std::lock_guard lock(mutex_);
     writing_ = false;
     if (!queue_.empty()) queue_.pop_front();
-    if (ok && !queue_.empty()) write_next();
+    if (ok && !over_ && !queue_.empty()) write_next();
   }
   void OnDone(const grpc::Status& status) override {
     const std::lock_guard lock(mutex_);
@@ -103,6 +108,7 @@ class Call final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   void send(const Frame& frame, const Blob& payload) {
     const std::lock_guard lock(mutex_);
     if (status_) fail();
+    if (over_) return;  // why is not known yet; who listens will hear of it
     queue_.push_back(to_buffer(frame, payload));
     if (!writing_) write_next();
   }
@@ -125,6 +131,18 @@ class Call final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   }
 
  private:
+  bool take() {
+    Blob payload;
+    try {
+      const Frame frame = from_buffer(incoming_, payload);
+      received_.emplace_back(frame, std::move(payload));
+      return true;
+    } catch (const Error& error) {
+      broken_ = error.what();
+      context_.TryCancel();
+      return false;
+    }
+  }
   void write_next() {
     writing_ = true;
     StartWrite(&queue_.front());
@@ -143,7 +161,7 @@ class Call final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   grpc::ByteBuffer incoming_;
   std::deque<std::pair<Frame, Blob>> received_;
   std::deque<grpc::ByteBuffer> queue_;
-  bool writing_ = false;
+  bool writing_ = false, over_ = false;  // over: nothing more will be read
   std::optional<grpc::Status> status_;
   std::string broken_;
 };
@@ -166,15 +184,16 @@ class CallLink final : public Link {
 };
 
 Contact contact_of(const DialOptions& options) {
+  keep_grpc_quiet();
   const Address address = parse_address(options.address, "server");
   check_security(options.security, address);
   Contact contact{options.address, read_token(options.security.token_file), grpc::InsecureChannelCredentials()};
   if (options.security.tls()) {
     grpc::SslCredentialsOptions ssl;
-    if (!options.security.authority.empty()) ssl.pem_root_certs = read_secret(options.security.authority, "tls-ca");
+    if (!options.security.authority.empty()) ssl.pem_root_certs = read_pem(options.security.authority, "tls-ca");
     if (!options.security.certificate.empty()) {
-      ssl.pem_cert_chain = read_secret(options.security.certificate, "tls-cert");
-      ssl.pem_private_key = read_secret(options.security.key, "tls-key");
+      ssl.pem_cert_chain = read_pem(options.security.certificate, "tls-cert");
+      ssl.pem_private_key = read_pem(options.security.key, "tls-key");
     }
     contact.credentials = grpc::SslCredentials(ssl);
   }

@@ -7,7 +7,7 @@
 #include <charconv>
 #include <cstring>
 #include <fstream>
-#include <iterator>
+#include <sstream>
 
 #include "gradwire/error.h"
 
@@ -32,7 +32,16 @@ bool is_loopback(const std::string& host) { return host == "localhost" || host =
 std::string read_secret(const std::string& path, const std::string& field) {
   std::ifstream file(path, std::ios::binary);
   if (!file) throw Error(ErrorKind::io, fmt::format("{}: {} cannot be read: {}", field, path, std::strerror(errno)), field);
-  return {std::istreambuf_iterator<char>(file), {}};
+  std::ostringstream text;
+  text << file.rdbuf();  // a folder opens, but has nothing
+  if (text.str().empty()) throw Error(ErrorKind::io, fmt::format("{}: {} is empty, or no file", field, path), field);
+  return text.str();
+}
+
+std::string read_pem(const std::string& path, const std::string& field) {
+  std::string text = read_secret(path, field);
+  if (text.find("-----BEGIN ") == std::string::npos) throw Error(ErrorKind::usage, fmt::format("{}: {} is not a PEM file", field, path), field);
+  return text;
 }
 
 std::string read_token(const std::string& path) {

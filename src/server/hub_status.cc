@@ -106,7 +106,7 @@ nlohmann::json Hub::status() const {
             {"held", ledger.held},
             {"lost", ledger.lost},
             {"difference", ledger.difference()},
-            {"magnitude", std::sqrt(ledger.squares)},
+            {"magnitude", ledger.magnitude()},
             {"relative", ledger.relative()}}},
           {"refused",
            {{"late", refused("late")},

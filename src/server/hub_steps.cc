@@ -44,7 +44,9 @@ void Hub::take_update(const std::shared_ptr<Session>& session, uint32_t slot, co
       waiter.verdict = part.offer(slot, frame, std::move(payload));
       if (waiter.verdict == Verdict::none) {
         waiter.version = part.version() + 1;
-        for (Waiter& other : desk.waiters)  // a pool's round may have moved on, with all that was offered for it
+        // A pool's round may have moved on, with what was offered for it.
+        std::erase_if(desk.waiters, [&](const Waiter& other) { return other.request.kind == Kind::update && !part.offered(other.slot); });
+        for (Waiter& other : desk.waiters)
           if (other.request.kind == Kind::update) other.version = part.version() + 1;
         wait(*model, frame.part, waiter);
         {
@@ -154,13 +156,13 @@ void Hub::try_close(const std::shared_ptr<Model>& model, uint32_t index, bool ov
   if (options_.async || (part.offers() == 0 && desk.waiters.empty())) return;
   {
     const Lock lock(mutex_);
-    if (model != model_ || stopping_ || present() < options_.min_workers || disk_holds_us_up(*model, index)) return;
+    if (model != model_ || stopping_ || draining_ || present() < options_.min_workers || disk_holds_us_up(*model, index)) return;
     std::vector<uint32_t> missing;
     if (part.offers() == 0) {
       // Nobody has anything for this step, and everybody wants a later one: after a restart the only worker that had may
       // be dead.
       for (const auto& [slot, member] : members_) {
-        const bool waits = std::any_of(desk.waiters.begin(), desk.waiters.end(), [&](const Waiter& one) { return one.slot == slot; });
+        const bool waits = std::any_of(desk.waiters.begin(), desk.waiters.end(), [own = slot](const Waiter& one) { return one.slot == own; });
         if (member.awaited || (member.session && !member.left && !waits && !overdue)) return;
       }
     }

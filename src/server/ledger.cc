@@ -42,8 +42,10 @@ double square_sum(std::span<const float> values) {
   return sum;
 }
 
+double Ledger::magnitude() const { return std::fmax(std::sqrt(squares), std::fabs(computed)); }
+
 double Ledger::relative() const {
-  return squares > 0 ? std::fabs(difference()) / std::sqrt(squares) : std::fabs(difference()) > 0 ? 1 : 0;
+  return magnitude() > 0 ? std::fabs(difference()) / magnitude() : std::fabs(difference()) > 0 ? 1 : 0;
 }
 
 }  // namespace gradwire::server

@@ -24,7 +24,9 @@ struct Ledger {
   double computed = 0, applied = 0, held = 0, lost = 0, squares = 0;
 
   double difference() const { return computed - applied - held - lost; }
-  double relative() const;  // |difference| / sqrt(squares); 0 while nothing was computed
+  // What a difference is judged by: sqrt(squares), or what was computed where that is more, as when all updates point one way.
+  double magnitude() const;
+  double relative() const;  // |difference| / magnitude; 0 while nothing was computed
 };
 
 }  // namespace gradwire::server

@@ -53,6 +53,7 @@ class Stream final : public Session, public std::enable_shared_from_this<Stream>
     if (!reactor_ || refusal_) return;
     queue_.push_back(to_buffer(frame, payload));
     out_ += queue_.back().Length();
+    waiting_ += queue_.back().Length();
     if (!writing_) write_next();
   }
 
@@ -75,7 +76,7 @@ class Stream final : public Session, public std::enable_shared_from_this<Stream>
   void read_next() {
     const std::lock_guard lock(mutex_);
     if (!reactor_ || finished_) return;
-    if (queue_.size() > kMostWaiting) {  // it asks, but does not take the answers
+    if (queue_.size() > kMostWaiting || waiting_ > kMostBytes) {  // it asks, but does not take the answers
       paused_ = true;
       return;
     }
@@ -104,14 +105,17 @@ class Stream final : public Session, public std::enable_shared_from_this<Stream>
   void write_done(bool ok) {
     const std::lock_guard lock(mutex_);
     writing_ = false;
-    if (!queue_.empty()) queue_.pop_front();
+    if (!queue_.empty()) {
+      waiting_ -= queue_.front().Length();
+      queue_.pop_front();
+    }
     if (!ok) {
       queue_.clear();
       if (!refusal_) refusal_ = grpc::Status(grpc::StatusCode::UNAVAILABLE, "the connection is gone");
     }
     if (refusal_) return finish();
     if (!queue_.empty()) write_next();
-    if (paused_ && queue_.size() <= kMostWaiting / 2) {
+    if (paused_ && queue_.size() <= kMostWaiting / 2 && waiting_ <= kMostBytes / 2) {
       paused_ = false;
       reactor_->StartRead(&incoming_);
     }
@@ -133,7 +137,7 @@ class Stream final : public Session, public std::enable_shared_from_this<Stream>
   }
 
  private:
-  static constexpr size_t kMostWaiting = 4096;
+  static constexpr size_t kMostWaiting = 4096, kMostBytes = size_t{32} << 20;  // answers, before more is read
 
   void write_next() {
     writing_ = true;
@@ -154,6 +158,7 @@ class Stream final : public Session, public std::enable_shared_from_this<Stream>
   Clock::time_point opened_, write_began_;
   std::atomic<bool> greeted_{false};
   std::deque<grpc::ByteBuffer> queue_;
+  size_t waiting_ = 0;  // bytes in it
   bool writing_ = false, finished_ = false, paused_ = false;
   std::optional<grpc::Status> refusal_;
   grpc::ByteBuffer incoming_;
@@ -205,8 +210,8 @@ std::shared_ptr<grpc::ServerCredentials> credentials_of(const Security& security
   if (!security.tls()) return grpc::InsecureServerCredentials();
   grpc::SslServerCredentialsOptions options(security.authority.empty() ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE : GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
   if (security.certificate.empty()) throw Error(ErrorKind::usage, "a server with tls-ca needs tls-cert and tls-key too", "tls-cert");
-  options.pem_key_cert_pairs.push_back({read_secret(security.key, "tls-key"), read_secret(security.certificate, "tls-cert")});
-  if (!security.authority.empty()) options.pem_root_certs = read_secret(security.authority, "tls-ca");
+  options.pem_key_cert_pairs.push_back({read_pem(security.key, "tls-key"), read_pem(security.certificate, "tls-cert")});
+  if (!security.authority.empty()) options.pem_root_certs = read_pem(security.authority, "tls-ca");
   return grpc::SslServerCredentials(options);
 }
 
@@ -265,6 +270,7 @@ struct Listener::State final : public grpc::CallbackGenericService {
 };
 
 Listener::Listener(Hub& hub, const ListenOptions& options) {
+  keep_grpc_quiet();
   const Address address = parse_address(options.address, "listen");
   check_security(options.security, address);
   state_ = std::make_unique<State>(hub, options);
@@ -279,11 +285,15 @@ Listener::Listener(Hub& hub, const ListenOptions& options) {
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 10000);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, std::max(1000, static_cast<int>(1000 * options.hello_s)));  // of no call
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, 8);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, 1 << 20);
   builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, 8192);
   state_->server = builder.BuildAndStart();
-  if (!state_->server || state_->port == 0) throw Error(ErrorKind::io, fmt::format("listen: {} cannot be had: it is taken, not of this machine, or not permitted", options.address), "listen");
+  if (!state_->server || state_->port == 0) throw Error(ErrorKind::io,
+                fmt::format("listen: {} cannot be had: it is taken, not of this machine, or not permitted{}", options.address,
+                            options.security.tls() ? ", or tls-cert and tls-key do not fit together" : ""),
+                "listen");
   state_->sweeper = std::thread([this] { state_->sweep(); });
 }
 

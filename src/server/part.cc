@@ -133,8 +133,9 @@ Verdict Part::offer(uint32_t slot, const Frame& frame, Blob message) {
   } catch (const Error&) {
     return Verdict::corrupt;
   }
+  if (frame.step > version_) std::erase_if(offers_, [](const auto& one) { return one.second.again; });
   version_ = frame.step;
-  offers_[slot] = {frame.sequence, frame.tally, std::move(message)};
+  offers_[slot] = {frame.sequence, frame.tally, std::move(message), cut_.role == Role::pool && (frame.flags & kQuiet)};
   return Verdict::none;
 }
 

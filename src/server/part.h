@@ -49,6 +49,7 @@ class Part {
 
   // Takes an update of the current step and keeps it until close(): Verdict::none. Any other verdict is final. A pool's
   // rounds do not build on each other: one that is ahead, because the server was restarted, becomes the current one.
+  // What was offered goes along, except what somebody sent again for a round that is over now.
   Verdict offer(uint32_t slot, const Frame& frame, Blob message);
   bool knows(uint32_t slot, uint64_t sequence) const;  // this update, or a later one, was applied
   void forget(uint32_t slot);                           // its row goes into that of all who were forgotten
@@ -112,6 +113,7 @@ class Part {
     uint64_t sequence;
     Tally tally;
     Blob message;
+    bool again;  // of a pool: for others, by one who has its answer
   };
   std::map<uint32_t, Offer> offers_;
   Blob down_, change_, whole_;  // of this version, once somebody wants them; a change is made when its step closes

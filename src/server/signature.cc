@@ -192,7 +192,7 @@ std::vector<Cut> cut_parts(const Signature& signature, uint64_t part_elements) {
 }
 
 std::vector<TensorSpec> specs_of(const Signature& signature, const Cut& cut, Way way) {
-  const Rules rules = Rules::parse(cut.role == Role::pool ? "bf16" : way == Way::up ? signature.up : signature.down);
+  const Rules rules = Rules::parse(cut.role == Role::pool ? "fp32" : way == Way::up ? signature.up : signature.down);
   std::vector<TensorSpec> specs;
   for (const Piece& piece : cut.pieces) {
     const Variable& one = signature.parameters[piece.parameter];
