@@ -12,7 +12,8 @@ namespace gradwire::server {
 
 struct Killed {};  // thrown through a worker: what kill -9 is to a process
 
-// Looks at everything that a worker does with its connection, and may throw, wait, or kill the server, before it happens.
+// Looks at everything that a worker does with its connection, and may throw, wait, or kill the server, before it
+// happens.
 using Fate = std::function<void(const Frame* sent)>;  // null: it listens
 
 class FatedLink final : public Link {
@@ -84,7 +85,8 @@ inline void expect_ledger(Hub& hub) {
 inline void expect_agreement(const Toys& toys) {
   for (const auto& toy : toys) {
     EXPECT_EQ(toy->step, toys[0]->step);
-    EXPECT_TRUE(toy->weights.values == toys[0]->weights.values) << toy->client.slot() << " holds other weights than " << toys[0]->client.slot();
+    EXPECT_TRUE(toy->weights.values == toys[0]->weights.values)
+        << toy->client.slot() << " holds other weights than " << toys[0]->client.slot();
   }
 }
 
@@ -96,7 +98,8 @@ inline void expect_nothing_missing(const Toys& toys, double tolerance = 2e-5) {
     for (size_t k = 0; k < toys[0]->computed[i].size(); ++k) {
       double sum = 0;
       for (const auto& toy : toys) sum += toy->computed[i][k] - static_cast<double>(toy->client.residual(i)[k]);
-      worst = std::max(worst, std::fabs(sum / static_cast<double>(toys.size()) + static_cast<double>(toys[0]->weights.values[i][k])));
+      worst = std::max(worst, std::fabs(sum / static_cast<double>(toys.size()) +
+                                        static_cast<double>(toys[0]->weights.values[i][k])));
     }
   EXPECT_LT(worst, tolerance);
 }

@@ -125,7 +125,8 @@ void storm(uint64_t seed, int events, bool async) {
       ++counts.stalls;
     }
     const uint64_t memory = rig.hub()->status()["memory_bytes"];
-    (event < events / 4 ? memory_early : memory_late) = std::max(event < events / 4 ? memory_early : memory_late, memory);
+    (event < events / 4 ? memory_early : memory_late) =
+        std::max(event < events / 4 ? memory_early : memory_late, memory);
     std::erase_if(actors, [](const auto& actor) {
       if (!actor->gone || !actor->resting) return false;
       EXPECT_EQ(actor->failure, "");
@@ -133,7 +134,9 @@ void storm(uint64_t seed, int events, bool async) {
     });
   }
   // At rest: all who are left come to the same step.
-  std::erase_if(actors, [](const auto& actor) { return (actor->leave || actor->doom >= 0) && eventually([&] { return actor->resting.load(); }, 30); });
+  std::erase_if(actors, [](const auto& actor) {
+    return (actor->leave || actor->doom >= 0) && eventually([&] { return actor->resting.load(); }, 30);
+  });
   const uint64_t target = rig.hub()->status()["step"].get<uint64_t>() + 10;
   for (const auto& actor : actors) {
     actor->target = async ? 0 : target;
@@ -156,7 +159,8 @@ void storm(uint64_t seed, int events, bool async) {
   expect_agreement(toys);
   expect_ledger(*rig.hub());
   EXPECT_LT(memory_late, 2 * memory_early);
-  const uint64_t one = static_cast<uint64_t>(toys[0]->client.bits() * static_cast<double>(toys[0]->weights.count()) / 8);
+  const uint64_t one =
+      static_cast<uint64_t>(toys[0]->client.bits() * static_cast<double>(toys[0]->weights.count()) / 8);
   EXPECT_LT(kept, (async ? 6 : 1) * 20 * one);
   // And when they have left, nothing is held by anybody.
   std::vector<std::thread> threads;
@@ -164,8 +168,9 @@ void storm(uint64_t seed, int events, bool async) {
   for (std::thread& thread : threads) thread.join();
   EXPECT_TRUE(eventually([&] { return std::fabs(rig.hub()->status()["ledger"]["held"].get<double>()) == 0; }));
   expect_ledger(*rig.hub());
-  std::printf("seed %llu: %d joins, %d leaves, %d kills, %d server kills, %d cuts, %d stalls\n", static_cast<unsigned long long>(seed), counts.joins, counts.leaves, counts.kills, counts.server_kills, counts.cuts,
-              counts.stalls);
+  std::printf("seed %llu: %d joins, %d leaves, %d kills, %d server kills, %d cuts, %d stalls\n",
+              static_cast<unsigned long long>(seed), counts.joins, counts.leaves, counts.kills, counts.server_kills,
+              counts.cuts, counts.stalls);
 }
 
 TEST(ServerStorm, TwoHundredEvents) { storm(1, 200, false); }
@@ -194,7 +199,12 @@ TEST(ServerStorm, SixtyFourWorkersAtOnceAndNotOneMore) {
   const uint64_t late = rig.hub()->status()["memory_bytes"];
   expect_agreement(toys);
   expect_nothing_missing(toys);
-  expect_ledger(*rig.hub());
+  // 64 workers that go the same way add up to more than the root of their squares, and f32 rounds by what they add up
+  // to.
+  const nlohmann::json ledger = rig.hub()->status()["ledger"];
+  EXPECT_LT(std::fabs(ledger["difference"].get<double>()), 1e-6 * std::fabs(ledger["computed"].get<double>()))
+      << ledger;
+  EXPECT_LT(ledger["relative"].get<double>(), 1e-5) << ledger;
   EXPECT_LE(late, early + early / 2);
   EXPECT_EQ(rig.hub()->status()["workers"]["present"], 64);
   EXPECT_EQ(rig.hub()->status()["refused"]["full"], 1);

@@ -16,7 +16,7 @@
 
 namespace gradwire::server {
 
-// Sum of +-x[i], signs of element `first` on. Double, in a fixed order.
+// Sum of +-x[i], with the signs of element `first` on, a multiple of 1024. Double, in a fixed order.
 double signed_sum(std::span<const float> values, uint64_t name_hash, uint64_t first);
 double square_sum(std::span<const float> values);
 
