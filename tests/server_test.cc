@@ -142,6 +142,17 @@ TEST(Server, AJoinerWithAnotherModelIsToldTheDifference) {
   EXPECT_EQ(rig.hub()->status()["refused"]["signature"], 2);
 }
 
+TEST(Server, WhatCannotBeCutMustFitAFrame) {
+  Signature signature;
+  signature.parameters = {{"huge.weight", {16'000'000}}};
+  signature.up = "onebit:mode=paper";  // one unit, the whole tensor
+  EXPECT_THROW(check_limits(signature, {}), Error);
+  signature.up = "onebit";
+  EXPECT_NO_THROW(check_limits(signature, {}));
+  signature.buffers = {{"huge.mean", {16'000'000}}};
+  EXPECT_THROW(check_limits(signature, {}), Error);
+}
+
 TEST(Server, ItIsFullAtItsLimit) {
   HubOptions options = quick();
   options.max_workers = 2;

@@ -13,6 +13,13 @@ namespace gradwire::server {
 namespace {
 
 constexpr size_t kMaxName = 1024;
+constexpr uint64_t kMaxUncut = 15'000'000;  // elements; by fp32 that is just below kMaxFrame
+
+// A codec whose unit is the whole tensor cannot be cut.
+bool uncut(const Variable& one, const Rules& up, const Rules& down) {
+  const int dimensions = static_cast<int>(one.shape.size());
+  return up.codec_for(one.name, dimensions).traits().unit == 0 || down.codec_for(one.name, dimensions).traits().unit == 0;
+}
 
 [[noreturn]] void refuse(const std::string& words) {
   throw Error(ErrorKind::frame, "bad signature: " + words, "signature");
@@ -157,6 +164,16 @@ void check_limits(const Signature& signature, const Limits& limits) {
             fmt::format("the model has more than {} elements, which is what this server takes", limits.max_elements),
             "elements");
     }
+  // What cannot be cut travels in one frame.
+  const Rules up = Rules::parse(signature.up), down = Rules::parse(signature.down);
+  for (const Variable& one : signature.parameters)
+    if (uncut(one, up, down) && one.count() > kMaxUncut)
+      throw Error(ErrorKind::usage,
+                  fmt::format("'{}' has {} elements, and a codec that works on whole tensors; with one, at most {} go", one.name, one.count(), kMaxUncut), "elements");
+  uint64_t buffers = 0;
+  for (const Variable& one : signature.buffers) buffers += one.count();
+  if (buffers > kMaxUncut)
+    throw Error(ErrorKind::usage, fmt::format("the buffers have {} elements; at most {} go", buffers, kMaxUncut), "elements");
 }
 
 std::vector<Cut> cut_parts(const Signature& signature, uint64_t part_elements) {
@@ -169,13 +186,9 @@ std::vector<Cut> cut_parts(const Signature& signature, uint64_t part_elements) {
   };
   for (size_t i = 0; i < signature.parameters.size(); ++i) {
     const Variable& one = signature.parameters[i];
-    const int dimensions = static_cast<int>(one.shape.size());
     const uint64_t count = one.count();
-    // A codec whose unit is the whole tensor cannot be cut.
-    const bool whole = up.codec_for(one.name, dimensions).traits().unit == 0 ||
-                       down.codec_for(one.name, dimensions).traits().unit == 0;
     if (open.elements() + count > part_elements) close();
-    if (whole || count <= part_elements) {
+    if (uncut(one, up, down) || count <= part_elements) {
       open.pieces.push_back({i, 0, count});
       continue;
     }
