@@ -10,13 +10,14 @@ namespace {
 constexpr char kFooter[] =
     "Examples:\n"
     "  gradwire train --codec optquant:bits=3             train a small network on Fashion-MNIST with 4 workers\n"
+    "  gradwire serve --checkpoint ps.gwc                 a parameter server; its workers: gradwire train --server HOST:PORT\n"
     "  gradwire demo                                      see what each codec does to a ResNet-50 gradient\n"
     "  gradwire encode --codec qsgd:bits=4 g.npy g.gw     and back: gradwire decode g.gw back.npy\n"
     "  gradwire COMMAND --help                            options of one command, with an example\n"
     "\n"
     "Exit codes: 0 done, 1 internal error or failed verification, 2 wrong usage, 3 a frame or .npy file is damaged,\n"
-    "4 a file cannot be read or written, 5 this build or machine cannot do it, 6 ranks disagree or a rank is lost,\n"
-    "7 a GPU call failed, 130 stopped by Ctrl-C.";
+    "4 a file cannot be read or written, 5 this build or machine cannot do it, 6 ranks disagree or a rank is lost, or a server\n"
+    "refuses or does not answer, 7 a GPU call failed, 130 stopped by Ctrl-C.";
 
 }  // namespace
 
