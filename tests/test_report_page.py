@@ -364,7 +364,7 @@ def test_names_that_are_markup_stay_text(show):
         and HOSTILE in page.text("#tables")
     )
     page.width(360)
-    assert page.run("return document.documentElement.scrollWidth") <= 360
+    page.wait("return document.documentElement.scrollWidth <= 360")  # charts are drawn anew after the window has changed
 
 
 # Light, dark, narrow, paper ------------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ def test_the_page_never_scrolls_sideways(page, width):
     page.width(width)
     page.browser.get(page.url)
     page.run("for (const details of document.querySelectorAll('details')) details.open = true;")
-    assert page.run("return document.documentElement.scrollWidth") <= width
+    page.wait(f"return document.documentElement.scrollWidth <= {width}")
     assert page.run("""
         return [...document.body.querySelectorAll("*")].filter((element) => element.getBoundingClientRect().right > innerWidth + 1 &&
           !element.closest(".scroll, pre")).map((element) => element.outerHTML.slice(0, 200));""") == []

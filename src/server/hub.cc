@@ -75,7 +75,7 @@ Hub::~Hub() {
   tick_wake_.notify_all();
   saver_.join();
   ticker_.join();
-  strands_.reset();
+  strands_->stop();  // its work may still post: the pointer stays
 }
 
 void Hub::post(const std::shared_ptr<Model>&, uint32_t part, std::function<void()> work) { strands_->post(part % kStrands, std::move(work)); }

@@ -7,13 +7,14 @@ Strands::Strands(int threads, size_t strands) : strands_(strands) {
   for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { run(); });
 }
 
-Strands::~Strands() {
+void Strands::stop() {
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
   }
   wake_.notify_all();
   for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
 }
 
 void Strands::post(size_t strand, std::function<void()> work) {

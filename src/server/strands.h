@@ -16,7 +16,8 @@ namespace gradwire::server {
 class Strands {
  public:
   Strands(int threads, size_t strands);
-  ~Strands();  // what runs ends, what waits is dropped
+  ~Strands() { stop(); }
+  void stop();  // what runs ends, what waits is dropped, what is posted from now on too
   void post(size_t strand, std::function<void()> work);
 
  private:
