@@ -28,7 +28,7 @@ namespace {
 struct ServeOptions {
   server::HubOptions hub;
   server::ListenOptions listen;
-  std::string mode = "sync", watch, log = "text";
+  std::string mode = "sync", watch;
   bool json = false, exit_when_done = false;
 };
 

@@ -37,22 +37,7 @@ inline Dialer fated(Rig& rig, uint64_t seed, Fate fate, Mischief mischief = {}) 
   return [dial = rig.dialer(mischief, seed), fate] { return std::make_unique<FatedLink>(dial(), fate); };
 }
 
-inline HubOptions faulty(uint32_t min_workers) {
-  HubOptions options;
-  options.min_workers = min_workers;
-  options.threads = 2;
-  options.part_elements = 32768;
-  options.deadline_s = 60;
-  return options;
-}
-
-using Toys = std::vector<std::unique_ptr<Toy>>;
-
-inline Toys crew(Rig& rig, const Signature& signature, size_t count) {
-  Toys toys;
-  for (size_t i = 0; i < count; ++i) toys.push_back(std::make_unique<Toy>(rig, signature, i + 1));
-  return toys;
-}
+inline HubOptions faulty(uint32_t min_workers) { return small_hub(min_workers, 60); }
 
 inline void join(Toys& toys) {  // in this order: slots
   for (auto& toy : toys) toy->join();

@@ -228,6 +228,24 @@ class Toy {
   uint64_t step = 0;
 };
 
+using Toys = std::vector<std::unique_ptr<Toy>>;
+
+inline Toys crew(Rig& rig, const Signature& signature, size_t count) {
+  Toys toys;
+  for (size_t i = 0; i < count; ++i) toys.push_back(std::make_unique<Toy>(rig, signature, i + 1));
+  return toys;
+}
+
+// Two threads, several parts even of a small model.
+inline HubOptions small_hub(uint32_t min_workers, double deadline_s) {
+  HubOptions options;
+  options.min_workers = min_workers;
+  options.threads = 2;
+  options.part_elements = 32768;
+  options.deadline_s = deadline_s;
+  return options;
+}
+
 inline std::string scratch_file(const std::string& name) {
   const auto path = std::filesystem::temp_directory_path() / ("gradwire_" + std::to_string(::getpid()) + "_" + name);
   std::filesystem::remove(path);

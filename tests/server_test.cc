@@ -7,31 +7,16 @@
 namespace gradwire::server {
 namespace {
 
-HubOptions quick(uint32_t min_workers = 1) {
-  HubOptions options;
-  options.min_workers = min_workers;
-  options.threads = 2;
-  options.part_elements = 32768;
-  options.deadline_s = 5;
-  return options;
-}
+HubOptions quick(uint32_t min_workers = 1) { return small_hub(min_workers, 5); }
 
-void run_all(std::vector<std::unique_ptr<Toy>>& toys, uint64_t steps) {
+void run_all(Toys& toys, uint64_t steps) {
   std::vector<std::thread> threads;
-  std::atomic<size_t> joined{0};
   for (auto& toy : toys)
     threads.emplace_back([&] {
       toy->join();
-      ++joined;
       while (toy->step < steps) toy->work();
     });
   for (std::thread& thread : threads) thread.join();
-}
-
-std::vector<std::unique_ptr<Toy>> make_toys(Rig& rig, const Signature& signature, int count) {
-  std::vector<std::unique_ptr<Toy>> toys;
-  for (int i = 0; i < count; ++i) toys.push_back(std::make_unique<Toy>(rig, signature, static_cast<uint64_t>(i + 1)));
-  return toys;
 }
 
 void expect_ledger(const Hub& hub) {
@@ -61,7 +46,7 @@ TEST(Server, OneWorkerWithoutCompressionIsPlainDescent) {
 TEST(Server, WorkersHoldTheSameWeightsAndReachTheTarget) {
   const Signature signature = small_signature();
   Rig rig(quick(3));
-  auto toys = make_toys(rig, signature, 3);
+  auto toys = crew(rig, signature, 3);
   run_all(toys, 120);
   for (const auto& toy : toys) {
     EXPECT_EQ(toy->weights.values, toys[0]->weights.values);
@@ -76,7 +61,7 @@ TEST(Server, UpdatesDownWithFeedbackReachTheTargetToo) {
   signature.sends_updates = true;
   signature.down = "loggrid:k=6";
   Rig rig(quick(2));
-  auto toys = make_toys(rig, signature, 2);
+  auto toys = crew(rig, signature, 2);
   run_all(toys, 150);
   EXPECT_EQ(toys[1]->weights.values, toys[0]->weights.values);
   EXPECT_LT(toys[0]->distance(), 0.15);
@@ -93,7 +78,7 @@ TEST(Server, EveryCodecGoesUpAndDown) {
     Signature signature = small_signature();
     signature.up = signature.down = info.example;
     Rig rig(quick(2));
-    auto toys = make_toys(rig, signature, 2);
+    auto toys = crew(rig, signature, 2);
     run_all(toys, 3);
     EXPECT_EQ(toys[1]->weights.values, toys[0]->weights.values);
     expect_ledger(*rig.hub());
@@ -157,7 +142,7 @@ TEST(Server, ItIsFullAtItsLimit) {
   HubOptions options = quick();
   options.max_workers = 2;
   Rig rig(options);
-  auto toys = make_toys(rig, small_signature(), 3);
+  auto toys = crew(rig, small_signature(), 3);
   toys[0]->join();
   toys[1]->join();
   EXPECT_THROW(toys[2]->join(), Error);
@@ -165,7 +150,7 @@ TEST(Server, ItIsFullAtItsLimit) {
 
 TEST(Server, AStepWaitsForTheWorkersThatItNeeds) {
   Rig rig(quick(2));
-  auto toys = make_toys(rig, small_signature(), 2);
+  auto toys = crew(rig, small_signature(), 2);
   toys[0]->join();
   std::thread first([&] { toys[0]->work(); });
   std::this_thread::sleep_for(100ms);
@@ -181,7 +166,7 @@ TEST(Server, ALateUpdateGoesBackIntoTheResidual) {
   HubOptions options = quick(1);
   options.deadline_s = 0.2;
   Rig rig(options);
-  auto toys = make_toys(rig, small_signature(), 2);
+  auto toys = crew(rig, small_signature(), 2);
   toys[0]->join();
   toys[1]->join();
   toys[0]->work();  // closes at the deadline without the other
@@ -209,7 +194,7 @@ TEST(Server, WithoutStepsWorkersRunAtTheirOwnPaceWithinTheBound) {
   options.async = true;
   options.staleness = 2;
   Rig rig(options);
-  auto toys = make_toys(rig, small_signature(), 3);
+  auto toys = crew(rig, small_signature(), 3);
   std::vector<std::thread> threads;
   for (auto& toy : toys) toy->join();
   for (size_t i = 0; i < toys.size(); ++i)
@@ -230,11 +215,24 @@ TEST(Server, WithoutStepsWorkersRunAtTheirOwnPaceWithinTheBound) {
   EXPECT_LT(next.distance(), 0.25);
 }
 
+TEST(Server, WithoutStepsANewcomerBeginsAtTheStepOfTheOthers) {
+  HubOptions options = quick(1);
+  options.async = true;
+  Rig rig(options);
+  Toys toys = crew(rig, small_signature(), 3);
+  toys[0]->join();
+  toys[1]->join();
+  for (int step = 0; step < 6; ++step)
+    for (int i : {0, 1}) toys[static_cast<size_t>(i)]->work();
+  EXPECT_EQ(toys[0]->step, 6u);
+  EXPECT_EQ(toys[2]->join(), 6u);  // the server has counted twelve updates
+}
+
 TEST(Server, SharedMomentsAreTheMeanOfTheWorkers) {
   Signature signature = small_signature();
   signature.pools = true;
   Rig rig(quick(2));
-  auto toys = make_toys(rig, signature, 2);
+  auto toys = crew(rig, signature, 2);
   std::vector<Tensors> second;
   second.emplace_back(signature, 1.0f);
   second.emplace_back(signature, 4.0f);
@@ -280,11 +278,11 @@ TEST(Server, ARestartedServerGoesOnFromItsCheckpointAndWorkersSendAgainWhatItFor
   // The same run without a restart.
   HubOptions plain = quick(2);
   Rig other(plain);
-  auto expected = make_toys(other, small_signature(), 2);
+  auto expected = crew(other, small_signature(), 2);
   for (auto& toy : expected) toy->join();  // in this order: slots
-  auto toys = make_toys(rig, small_signature(), 2);
+  auto toys = crew(rig, small_signature(), 2);
   for (auto& toy : toys) toy->join();
-  const auto work = [](std::vector<std::unique_ptr<Toy>>& list, uint64_t until) {
+  const auto work = [](Toys& list, uint64_t until) {
     std::vector<std::thread> threads;
     for (auto& toy : list)
       threads.emplace_back([&toy, until] {

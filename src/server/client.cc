@@ -10,16 +10,13 @@
 #include <thread>
 
 #include "gradwire/error.h"
+#include "server/clock.h"
 #include "server/ledger.h"
 
 namespace gradwire::server {
 namespace {
 
 using namespace std::chrono_literals;
-using Wall = std::chrono::steady_clock;
-
-double seconds_since(Wall::time_point then) { return std::chrono::duration<double>(Wall::now() - then).count(); }
-
 std::string random_id() {
   std::random_device random;
   std::string id;
@@ -107,12 +104,12 @@ double Client::bits() const {
 // The connection.
 
 double Client::patience_left() const {
-  return until_ ? std::min(options_.patience_s, std::chrono::duration<double>(*until_ - Wall::now()).count()) : options_.patience_s;
+  return until_ ? std::min(options_.patience_s, std::chrono::duration<double>(*until_ - Clock::now()).count()) : options_.patience_s;
 }
 
 template <class Work>
 void Client::persist(const Work& work) {
-  auto lost = Wall::now();
+  auto lost = Clock::now();
   std::chrono::milliseconds pause = 50ms;
   while (true) {
     try {
@@ -120,7 +117,7 @@ void Client::persist(const Work& work) {
       work();
       return;
     } catch (const LinkLost& failure) {
-      if (link_) lost = Wall::now();  // it had worked
+      if (link_) lost = Clock::now();  // it had worked
       if (link_ && seconds_since(connected_) > 5) pause = 50ms;
       link_.reset();
       if (seconds_since(lost) > options_.patience_s || patience_left() <= 0)
@@ -135,7 +132,7 @@ void Client::connect() {
   std::unique_ptr<Link> link = options_.dial();
   const nlohmann::json hello = {{"id", id_}, {"name", options_.name}, {"signature", options_.signature.json()}};
   link->send({.kind = Kind::hello}, text_blob(hello));
-  const auto asked = Wall::now();
+  const auto asked = Clock::now();
   Frame frame;
   Blob payload;
   while (true) {  // it may be a while until somebody has brought the first weights
@@ -147,7 +144,7 @@ void Client::connect() {
   }
   if (joined_) ++counts_.reconnects;
   link_ = std::move(link);
-  connected_ = Wall::now();
+  connected_ = Clock::now();
   for (PartSide& side : sides_) side.asked = false;
   greet(read_text(*payload));
 }
@@ -190,7 +187,7 @@ void Client::greet(const nlohmann::json& text) {
       sequence_ = std::max(sequence_, sequence[p]);
     }
     run_ = run;
-    if (async_ && !joined_) local_step_ = versions[0] / std::max<uint64_t>(1, text.value("workers", uint64_t{1}));
+    if (async_ && !joined_) local_step_ = text.at("steps").get<uint64_t>();
   } catch (const nlohmann::json::exception& error) {
     throw Error(ErrorKind::frame, fmt::format("bad welcome: {}", error.what()), "welcome");
   }
@@ -208,7 +205,7 @@ void Client::listen(std::span<float* const> weights, std::chrono::milliseconds p
   if (patience_left() <= 0) throw Error(ErrorKind::engine, "the server does not answer in time", "server");
   if (until_) patience = std::min(patience, 100ms);
   while (true) {
-    const auto begin = Wall::now();
+    const auto begin = Clock::now();
     const bool came = link_->receive(frame, payload, patience);
     times_.wait += seconds_since(begin);
     if (!came) return;
@@ -243,7 +240,7 @@ void Client::handle(const Frame& frame, const Blob& payload, std::span<float* co
   if (frame.part == 0) keeper_ = frame.flags & kKeeper;
   if (payload && !payload->empty()) {
     counts_.messages_down += payload->size();
-    const auto begin = Wall::now();
+    const auto begin = Clock::now();
     const std::vector<void*> to = pieces<void*>(frame.part, weights);
     const bool change = options_.signature.sends_updates && frame.part < weight_parts_ && !(frame.flags & kWhole);
     try {
@@ -278,7 +275,7 @@ void Client::handle(const Frame& frame, const Blob& payload, std::span<float* co
 // Updates.
 
 void Client::encode_part(Entry& entry, size_t p, std::span<const float* const> updates) {
-  const auto begin = Wall::now();
+  const auto begin = Clock::now();
   PartSide& side = sides_[p];
   Sent& sent = entry.parts[p];
   std::vector<const void*> in, before;
@@ -507,7 +504,7 @@ bool Client::leave(double wait_s) {
   std::vector<float*> weights;
   for (const auto& one : residuals_) weights.push_back(unused.emplace_back(one.size()).data());
   const uint64_t sequence = ++sequence_;
-  until_ = Wall::now() + std::chrono::duration_cast<Wall::duration>(std::chrono::duration<double>(wait_s));
+  until_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wait_s));
   try {
     persist([&] {
       settle(0, weights);

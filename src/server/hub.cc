@@ -27,10 +27,6 @@ std::string text_field(const nlohmann::json& text, const char* field, size_t lea
   return value;
 }
 
-uint64_t seconds_since(Clock::time_point then) { return static_cast<uint64_t>(std::chrono::duration<double>(Clock::now() - then).count()); }
-
-bool passed(Clock::time_point then, double seconds) { return std::chrono::duration<double>(Clock::now() - then).count() > seconds; }
-
 }  // namespace
 
 Hub::Model::Model(const Signature& given, uint64_t part_elements)
@@ -78,7 +74,7 @@ Hub::~Hub() {
   strands_->stop();  // its work may still post: the pointer stays
 }
 
-void Hub::post(const std::shared_ptr<Model>&, uint32_t part, std::function<void()> work) { strands_->post(part % kStrands, std::move(work)); }
+void Hub::post(uint32_t part, std::function<void()> work) { strands_->post(part % kStrands, std::move(work)); }
 
 void Hub::say(const char* event, nlohmann::json fields) const {
   if (!options_.log) return;
@@ -177,7 +173,7 @@ void Hub::hello(const std::shared_ptr<Session>& session, const nlohmann::json& t
     if (model_)
       difference = model_->signature.difference(signature);
     else
-      adopt(lock, signature);
+      adopt(signature);
   } catch (const Error& error) {
     difference = error.what();
   }
@@ -234,7 +230,7 @@ void Hub::hello(const std::shared_ptr<Session>& session, const nlohmann::json& t
 }
 
 // The first worker says what is trained; a file may have the weights.
-void Hub::adopt(Lock&, const Signature& signature) {
+void Hub::adopt(const Signature& signature) {
   if (signature.sends_updates && options_.async)
     throw Error(ErrorKind::usage, "updates down need steps: this server has none (--mode async); send weights", "mode");
   if (signature.pools && options_.async)
@@ -264,12 +260,15 @@ void Hub::adopt(Lock&, const Signature& signature) {
 }
 
 void Hub::welcome(Member& member, bool initial) {
+  // Without steps of its own a server counts updates; workers count steps, and the one that has taken most is a newcomer's measure.
+  uint64_t steps = 0;
+  for (const auto& [slot, one] : members_) steps = std::max<uint64_t>(steps, one.updates / model_->weight_parts());
   nlohmann::json text = {{"run", run_},
                          {"slot", member.slot},
                          {"initial", initial},
                          {"versions", model_->versions},
                          {"durable", options_.checkpoint.empty() ? model_->versions : model_->durable},
-                         {"saves", !options_.checkpoint.empty()},
+                         {"steps", steps},
                          {"part_elements", options_.part_elements},
                          {"async", options_.async}};
   Frame frame{.kind = Kind::welcome};
@@ -287,7 +286,7 @@ void Hub::welcome(Member& member, bool initial) {
   gathered->missing = model->cuts.size();
   const uint32_t slot = member.slot;
   for (uint32_t p = 0; p < model->cuts.size(); ++p)
-    post(model, p, [model, session, gathered, p, slot, frame, text, buffers = model->buffers]() mutable {
+    post(p, [model, session, gathered, p, slot, frame, text, buffers = model->buffers]() mutable {
       const Part& part = *model->desks[p].part;
       const auto row = part.rows().find(slot);
       const std::lock_guard lock(gathered->mutex);
@@ -310,7 +309,7 @@ void Hub::set_initial(const std::shared_ptr<Session>& session, uint32_t slot, co
     if (frame.part >= model_->weight_parts()) throw Error(ErrorKind::frame, "bad frame: this part is not of weights", "part");
     model = model_;
   }
-  post(model, frame.part, [this, model, session, slot, frame, payload, done = std::move(done)] {
+  post(frame.part, [this, model, session, slot, frame, payload, done = std::move(done)] {
     const auto asked = [&] { return model == model_ && initialiser_ && *initialiser_ == slot; };
     {
       const Lock lock(mutex_);
@@ -327,14 +326,14 @@ void Hub::set_initial(const std::shared_ptr<Session>& session, uint32_t slot, co
     Lock lock(mutex_);
     if (asked()) {
       model->ready[frame.part] = 1;
-      if (model->whole()) all_ready(lock);
+      if (model->whole()) all_ready();
     }
     lock.unlock();
     done();
   });
 }
 
-void Hub::all_ready(Lock&) {
+void Hub::all_ready() {
   initialiser_.reset();
   for (uint32_t slot : std::exchange(waiting_, {}))
     if (members_.at(slot).session) welcome(members_.at(slot), false);
@@ -380,7 +379,7 @@ void Hub::forget_oldest() {
   if (oldest == members_.end()) return;
   const std::shared_ptr<Model> model = model_;
   for (uint32_t p = 0; p < model->cuts.size(); ++p)
-    post(model, p, [this, model, p, slot = oldest->first] {
+    post(p, [this, model, p, slot = oldest->first] {
       model->desks[p].part->forget(slot);
       note_part(model, p);
     });
@@ -406,7 +405,7 @@ void Hub::vanished(const Session* session) {
     welcome(members_.at(*initialiser_), true);
   }
   const bool left = member->left;
-  const nlohmann::json event = {{"worker", member->id.substr(0, 8)}, {"name", member->name}, {"present", present()}, {"after_s", seconds_since(member->joined)}};
+  const nlohmann::json event = {{"worker", member->id.substr(0, 8)}, {"name", member->name}, {"present", present()}, {"after_s", static_cast<uint64_t>(seconds_since(member->joined))}};
   if (members_.size() > kMaxGone) forget_oldest();
   lock.unlock();
   if (!left) say("vanished", event);
@@ -420,11 +419,11 @@ void Hub::tick() {
     bool changed = false;
     for (auto& [slot, member] : members_) {
       if (member.session || member.left || member.lost) continue;
-      if (member.awaited && passed(member.away, options_.return_s)) {
+      if (member.awaited && seconds_since(member.away) > options_.return_s) {
         member.awaited = false;
         changed = true;
       }
-      if (passed(member.away, options_.rejoin_s)) {
+      if (seconds_since(member.away) > options_.rejoin_s) {
         changed = changed || member.awaited;
         member.awaited = false;
         member.lost = true;
@@ -440,9 +439,9 @@ void Hub::tick() {
     }
     lock.unlock();
     for (uint32_t p : open)
-      post(model, p, [this, model, p, changed] {
+      post(p, [this, model, p, changed] {
         Desk& desk = model->desks[p];
-        const bool overdue = !desk.waiters.empty() && passed(desk.since, options_.deadline_s);
+        const bool overdue = !desk.waiters.empty() && seconds_since(desk.since) > options_.deadline_s;
         if (overdue || changed) try_close(model, p, overdue);
         if (options_.async) answer_due(model, p);
       });
@@ -458,7 +457,7 @@ void Hub::recheck() {
   }
   if (!model) return;
   for (uint32_t p = 0; p < model->cuts.size(); ++p)
-    post(model, p, [this, model, p] {
+    post(p, [this, model, p] {
       try_close(model, p, false);
       if (options_.async) answer_due(model, p);
     });

@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "server/checkpoint.h"
+#include "server/clock.h"
 #include "server/frame.h"
 #include "server/ledger.h"
 #include "server/part.h"
@@ -34,8 +35,6 @@
 #include "server/strands.h"
 
 namespace gradwire::server {
-
-using Clock = std::chrono::steady_clock;
 
 // Why a worker is sent away. A transport tells it with the words.
 enum class Refusal { signature, full, protocol, malformed, slow, replaced, stopping };
@@ -139,10 +138,10 @@ class Hub {
 
   // hub.cc
   void hello(const std::shared_ptr<Session>& session, const nlohmann::json& text);
-  void adopt(Lock& lock, const Signature& signature);  // the first worker's
+  void adopt(const Signature& signature);  // the first worker's; with the lock held, as all below that take a Member
   void welcome(Member& member, bool initial);
   void set_initial(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, const Blob& payload, std::function<void()> done);
-  void all_ready(Lock& lock);
+  void all_ready();
   void take_buffers(const Blob& payload);
   void take_report(Member& member, const nlohmann::json& text);
   void goodbye(Member& member);
@@ -166,7 +165,7 @@ class Hub {
   bool may_run_ahead(uint32_t part, uint32_t slot) const;
   void take_clock(Member& member, uint32_t part);
   bool refuse_unready(const Model& model, uint32_t part, Session& session);
-  void post(const std::shared_ptr<Model>& model, uint32_t part, std::function<void()> work);
+  void post(uint32_t part, std::function<void()> work);
   void wait(Model& model, uint32_t part, const Waiter& waiter);
   void recheck();  // all parts, after somebody came or went
   uint64_t save_interval() const;

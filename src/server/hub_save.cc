@@ -40,7 +40,7 @@ void Hub::want_save() {
   const std::shared_ptr<Model> model = model_;
   const std::shared_ptr<Copy> copy = copy_;
   for (uint32_t p = 0; p < model->cuts.size(); ++p)
-    post(model, p, [this, model, copy, p] {
+    post(p, [this, model, copy, p] {
       PartState state = model->desks[p].part->state();
       const Lock lock(mutex_);
       copy->parts[p] = std::move(state);

@@ -10,8 +10,6 @@ namespace {
 
 constexpr size_t kGoneShown = 50;
 
-double seconds_since(Clock::time_point then) { return std::chrono::duration<double>(Clock::now() - then).count(); }
-
 nlohmann::json number(std::optional<double> value) { return value && std::isfinite(*value) ? nlohmann::json(*value) : nlohmann::json(nullptr); }
 
 }  // namespace

@@ -14,8 +14,6 @@ namespace {
 
 constexpr double kWarmSteps = 60;  // seconds over which the pace is measured
 
-bool passed(Clock::time_point then, double seconds) { return std::chrono::duration<double>(Clock::now() - then).count() > seconds; }
-
 }  // namespace
 
 // Only who brings a part's first weights may ask for them before all are here.
@@ -34,7 +32,7 @@ void Hub::take_update(const std::shared_ptr<Session>& session, uint32_t slot, co
     if (!model) return done();
     bytes_up_ += payload->size();
   }
-  post(model, frame.part, [this, model, session, slot, frame, payload = std::move(payload), done = std::move(done)]() mutable {
+  post(frame.part, [this, model, session, slot, frame, payload = std::move(payload), done = std::move(done)]() mutable {
     Desk& desk = model->desks[frame.part];
     Part& part = *desk.part;
     if (refuse_unready(*model, frame.part, *session)) return done();
@@ -84,7 +82,7 @@ void Hub::take_pull(const std::shared_ptr<Session>& session, uint32_t slot, cons
     model = model_;
     if (!model) return done();
   }
-  post(model, frame.part, [this, model, session, slot, frame, done = std::move(done)] {
+  post(frame.part, [this, model, session, slot, frame, done = std::move(done)] {
     Desk& desk = model->desks[frame.part];
     if (refuse_unready(*model, frame.part, *session)) return done();
     const Waiter waiter{slot, session, frame, frame.step, Verdict::none, Clock::now()};
@@ -129,7 +127,7 @@ void Hub::take_handover(const std::shared_ptr<Session>& session, uint32_t slot, 
     bytes_up_ += payload->size();
     if (auto member = members_.find(slot); member != members_.end()) member->second.lags[frame.part] = 1;  // nothing more will come
   }
-  post(model, frame.part, [this, model, session, slot, frame, workers, payload = std::move(payload), done = std::move(done)] {
+  post(frame.part, [this, model, session, slot, frame, workers, payload = std::move(payload), done = std::move(done)] {
     Desk& desk = model->desks[frame.part];
     if (refuse_unready(*model, frame.part, *session)) return done();
     Frame reply{.kind = Kind::weights, .part = frame.part, .step = desk.part->version(), .sequence = frame.sequence};
@@ -172,7 +170,7 @@ void Hub::try_close(const std::shared_ptr<Model>& model, uint32_t index, bool ov
     for (uint32_t slot : missing) {
       const Member& member = members_.at(slot);
       // After a restart they have a time of their own, and whoever has just come has as much time as others had.
-      if (member.awaited || !passed(member.here, options_.deadline_s)) return;
+      if (member.awaited || seconds_since(member.here) <= options_.deadline_s) return;
     }
     for (uint32_t slot : missing) {
       Member& member = members_.at(slot);
@@ -193,7 +191,7 @@ void Hub::try_close(const std::shared_ptr<Model>& model, uint32_t index, bool ov
   answer_due(model, index);
   if (desk.waiters.empty()) return;
   desk.since = Clock::now();
-  post(model, index, [this, model, index] { try_close(model, index, false); });
+  post(index, [this, model, index] { try_close(model, index, false); });
 }
 
 // What status, checkpoint and ledger know of a part.
@@ -277,7 +275,7 @@ void Hub::answer_due(const std::shared_ptr<Model>& model, uint32_t index) {
       if (ready && options_.async && disk_holds_us_up(*model, index)) return false;
       if (ready && options_.async && !may_run_ahead(index, waiter.slot)) {
         ready = false;
-        if (std::chrono::duration<double>(Clock::now() - waiter.since).count() > options_.deadline_s) {
+        if (seconds_since(waiter.since) > options_.deadline_s) {
           // Whoever holds others up for so long is not waited for until it is heard of again.
           for (auto& [slot, member] : members_)
             if (member.session && slot != waiter.slot && member.clock[index] + options_.staleness < members_.at(waiter.slot).clock[index]) member.lags[index] = 1;

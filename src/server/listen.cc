@@ -130,10 +130,9 @@ class Stream final : public Session, public std::enable_shared_from_this<Stream>
   }
   // Now and then, by a thread that looks after all streams.
   void sweep(double hello_s, double stall_s) {
-    const auto age = [](Clock::time_point then) { return std::chrono::duration<double>(Clock::now() - then).count(); };
-    if (!greeted_ && age(opened_) > hello_s) return refuse(Refusal::slow, fmt::format("no hello within {:.0f} s", hello_s));
+    if (!greeted_ && seconds_since(opened_) > hello_s) return refuse(Refusal::slow, fmt::format("no hello within {:.0f} s", hello_s));
     const std::lock_guard lock(mutex_);
-    if (reactor_ && writing_ && age(write_began_) > (refusal_ ? 5 : stall_s)) context_->TryCancel();
+    if (reactor_ && writing_ && seconds_since(write_began_) > (refusal_ ? 5 : stall_s)) context_->TryCancel();
   }
 
  private:

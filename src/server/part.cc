@@ -4,9 +4,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 
+#include "core/bits.h"
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 #include "server/ledger.h"
@@ -15,7 +15,6 @@ namespace gradwire::server {
 namespace {
 
 constexpr size_t kReaders = 4;
-constexpr uint32_t kInfinity = 0x7f800000u;  // its bits
 
 }  // namespace
 
@@ -138,16 +137,21 @@ Verdict Part::offer(uint32_t slot, const Frame& frame, Blob message) {
 
 void Part::count(uint32_t slot, uint64_t sequence, const Tally& tally) { rows_[slot] = {sequence, tally}; }
 
+// All offers, in the order of slots.
+void Part::add_up() {
+  Write write = Write::set;
+  for (const auto& [slot, offer] : offers_) {
+    decode(offer.message, sum_, write);
+    write = Write::add;
+  }
+}
+
 Part::Closed Part::close() {
   Closed result;
   // The fast way: everything is decoded straight into the sum. One look at the sum then tells whether all was well.
   bool fine = true;
   try {
-    bool first = true;
-    for (const auto& [slot, offer] : offers_) {
-      decode(offer.message, sum_, first ? Write::set : Write::add);
-      first = false;
-    }
+    add_up();
   } catch (const Error&) {
     fine = false;
   }
@@ -170,11 +174,7 @@ Part::Closed Part::close() {
         entry = offers_.erase(entry);
       }
     }
-    bool first = true;
-    for (const auto& [slot, offer] : offers_) {
-      decode(offer.message, sum_, first ? Write::set : Write::add);
-      first = false;
-    }
+    add_up();
     sum = offers_.empty() ? 0 : signed_sum_of(sum_);
   }
   result.contributors = contributors_ = static_cast<uint32_t>(offers_.size());
@@ -205,16 +205,16 @@ bool Part::take_off(uint32_t divisor) {
   uint32_t top = 0;
   if (sends_updates_) {
     for (size_t i = 0; i < x_.size(); ++i)
-      top = std::max(top, std::bit_cast<uint32_t>(4 * (std::fabs(x_[i]) + std::fabs(owed_[i]) + std::fabs(sum_[i] / by))));
-    if (top >= kInfinity) return false;
+      top = std::max(top, float_bits(4 * (std::fabs(x_[i]) + std::fabs(owed_[i]) + std::fabs(sum_[i] / by))));
+    if (top >= kInfBits) return false;
     for (size_t i = 0; i < x_.size(); ++i) sum_[i] = -(sum_[i] / by);
     return true;
   }
   for (size_t i = 0; i < x_.size(); ++i) {
     sum_[i] = x_[i] - sum_[i] / by;
-    top = std::max(top, std::bit_cast<uint32_t>(sum_[i]) & 0x7fffffffu);
+    top = std::max(top, float_bits(sum_[i]) & 0x7fffffffu);
   }
-  if (top >= kInfinity) return false;
+  if (top >= kInfBits) return false;
   std::swap(x_, sum_);
   return true;
 }
@@ -237,31 +237,25 @@ void Part::advance() {
   change_ = make_blob(std::move(message));
 }
 
-Blob Part::encode_whole() {
-  if (!whole_) {
-    std::vector<std::byte> message(whole_plan_.message_bytes());
+// The weights as `runner` sends them, made once a version.
+const Blob& Part::encoded(Blob& kept, Runner& runner) {
+  if (!kept) {
+    std::vector<std::byte> message(runner.plan().message_bytes());
     std::vector<const void*> in;
     for (void* p : pointers(x_)) in.push_back(p);
-    whole_runner_->encode(in, {.seed = seed_, .step = version_, .stage = 1}, message);
-    whole_ = make_blob(std::move(message));
+    runner.encode(in, {.seed = seed_, .step = version_, .stage = 1}, message);
+    kept = make_blob(std::move(message));
   }
-  return whole_;
+  return kept;
 }
 
 Blob Part::down(uint64_t held, Frame& frame) {
   if (sends_updates_) {
     if (change_ && held != kNone && held + 1 == version_) return change_;
     frame.flags |= kWhole;
-    return encode_whole();
+    return encoded(whole_, *whole_runner_);
   }
-  if (!down_) {
-    std::vector<std::byte> message(down_plan_.message_bytes());
-    std::vector<const void*> in;
-    for (void* p : pointers(x_)) in.push_back(p);
-    down_runner_->encode(in, {.seed = seed_, .step = version_, .stage = 1}, message);
-    down_ = make_blob(std::move(message));
-  }
-  return down_;
+  return encoded(down_, *down_runner_);
 }
 
 Verdict Part::apply(uint32_t slot, const Frame& frame, const Blob& message, uint32_t workers) {

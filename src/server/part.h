@@ -90,7 +90,8 @@ class Part {
   std::vector<void*> pointers(std::vector<float>& values) const;
   double signed_sum_of(const std::vector<float>& values) const;
   bool take_off(uint32_t divisor);  // sum_ / divisor; false, and nothing changed, if weights would not stay finite
-  Blob encode_whole();
+  void add_up();
+  const Blob& encoded(Blob& kept, Runner& runner);
   void advance();
   void count(uint32_t slot, uint64_t sequence, const Tally& tally);
 

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "gradwire/error.h"
+#include "train/clock.h"
 #include "train/mean_updates.h"
 #include "train/optimizer.h"
 #ifdef GRADWIRE_HAS_GRPC
@@ -18,10 +19,6 @@ namespace gradwire::train {
 namespace {
 
 constexpr const char* kSteps = "optimizer.steps";
-
-double wall_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 std::vector<torch::Tensor> tensors_of(const std::vector<NamedParameter>& parameters) {
   std::vector<torch::Tensor> list;

@@ -9,6 +9,7 @@
 
 #include "gradwire/error.h"
 #include "optim/qadam.h"
+#include "train/clock.h"
 #include "train/descent.h"
 #include "train/optimizer.h"
 
@@ -17,10 +18,6 @@ namespace {
 
 constexpr const char* kTaken = "qadam.taken";
 constexpr uint64_t kBufferSteps = 50;  // between two times that buffers are sent
-
-double wall_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 template <class T>
 std::vector<T*> pointers(const std::vector<torch::Tensor>& tensors) {

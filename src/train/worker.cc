@@ -15,13 +15,10 @@
 
 #include "core/bits.h"
 #include "gradwire/error.h"
+#include "train/clock.h"
 
 namespace gradwire::train {
 namespace {
-
-double wall_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 double thread_seconds() {
   timespec now{};
