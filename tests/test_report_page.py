@@ -6,23 +6,18 @@ Needs Chromium, its driver and selenium (tools/setup.sh has them); the test is s
 """
 
 import json
-import os
-import shutil
 
 import pytest
 
 from report_records import CODECS, comparison, record, save
 from test_report import HOSTILE, report
 
-webdriver = pytest.importorskip("selenium.webdriver")
-from selenium.webdriver.chrome.options import Options  # noqa: E402
-from selenium.webdriver.chrome.service import Service  # noqa: E402
+pytest.importorskip("selenium.webdriver")
+from browser_lab import BrowserPage, needs_browser, start_browser  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromium-driver are not installed")
+pytestmark = needs_browser
 LABELS = [
     "fp32",
     "dqsgd:budget=4.5",
@@ -37,54 +32,16 @@ CHARTS = ["epochs", "bytes", "time", "split", "bits", "layers", "levels-3", "lev
 
 @pytest.fixture(scope="module")
 def browser():
-    options = Options()
-    options.binary_location = CHROMIUM
-    for argument in (
-        "--headless=new",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1280,1000",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-    ):
-        options.add_argument(argument)
-    if os.geteuid() == 0:
-        options.add_argument("--no-sandbox")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(service=Service(DRIVER), options=options)
-    driver.set_page_load_timeout(60)
-    driver.set_script_timeout(60)
+    driver = start_browser()
     yield driver
     driver.quit()
 
 
-class Page:
+class Page(BrowserPage):
     def __init__(self, browser, folder):
-        self.browser, self.url = browser, f"file://{folder}/report.html"
-        self.emulate("light")
-        self.width(1280)
-        browser.get_log("browser"), browser.get_log("performance")
+        super().__init__(browser)
+        self.url = f"file://{folder}/report.html"
         browser.get(self.url)
-
-    def emulate(self, scheme, media=""):
-        self.browser.execute_cdp_cmd(
-            "Emulation.setEmulatedMedia",
-            {"media": media, "features": [{"name": "prefers-color-scheme", "value": scheme}]},
-        )
-
-    def width(self, pixels):
-        self.browser.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride",
-            {"width": pixels, "height": 900, "deviceScaleFactor": 1, "mobile": False},
-        )
-
-    def run(self, script, *arguments):
-        return self.browser.execute_script(script, *arguments)
-
-    def wait(self, script):
-        WebDriverWait(self.browser, 20).until(lambda _: self.run(script))
-
-    def text(self, selector):
-        return self.run("return document.querySelector(arguments[0]).textContent", selector)
 
     def chart(self, name):
         """Type, and the visible means: {label: [[x, y], ...]}."""

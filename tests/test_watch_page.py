@@ -9,18 +9,14 @@ import copy
 import json
 import os
 import re
-import shutil
 import subprocess
 
 import pytest
 
-webdriver = pytest.importorskip("selenium.webdriver")
-from selenium.webdriver.chrome.options import Options  # noqa: E402
-from selenium.webdriver.chrome.service import Service  # noqa: E402
-from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+pytest.importorskip("selenium.webdriver")
+from browser_lab import BrowserPage, needs_browser, start_browser  # noqa: E402
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromium-driver are not installed")
+pytestmark = needs_browser
 FIXTURE = os.environ.get("WATCH_FIXTURE", os.path.join(os.environ.get("GRADWIRE_BUILD", ""), "bin", "watch_fixture"))
 HOSTILE = [
     "<img src=x onerror='window.struck=1'>",
@@ -107,49 +103,20 @@ class Served:
 
 @pytest.fixture(scope="module")
 def browser():
-    options = Options()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1280,1000"):
-        options.add_argument(argument)
-    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
-    if os.geteuid() == 0:
-        options.add_argument("--no-sandbox")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(service=Service(DRIVER), options=options)
-    driver.set_page_load_timeout(60)
-    driver.set_script_timeout(60)
+    driver = start_browser(reaches="127.0.0.1")
     yield driver
     driver.quit()
 
 
-class Page:
+class Page(BrowserPage):
     def __init__(self, browser, first):
-        self.browser, self.server, self.may_complain = browser, Served(first), False
-        self.emulate("light")
-        self.width(1280)
-        browser.get_log("browser"), browser.get_log("performance")
+        super().__init__(browser)
+        self.server, self.may_complain = Served(first), False
         browser.get(f"http://127.0.0.1:{self.server.port}/")
         self.wait("return document.querySelectorAll('#highlights > div').length > 0")
 
-    def emulate(self, scheme):
-        self.browser.execute_cdp_cmd(
-            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        )
-
-    def width(self, pixels):
-        self.browser.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride",
-            {"width": pixels, "height": 900, "deviceScaleFactor": 1, "mobile": False},
-        )
-
-    def run(self, script, *arguments):
-        return self.browser.execute_script(script, *arguments)
-
-    def wait(self, script):
-        WebDriverWait(self.browser, 20, 0.1).until(lambda _: self.run(script))
-
     def text(self, selector):
-        return self.run("return document.querySelector(arguments[0]).textContent", selector).replace("\u00a0", " ")
+        return super().text(selector).replace("\u00a0", " ")
 
     def figures(self):
         """{name: (figure, words)} of the headline."""
