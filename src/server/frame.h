@@ -60,6 +60,12 @@ enum Flag : uint8_t {
 // linear bookkeeping can be checked with: see ledger.h.
 struct Tally {
   double computed = 0, squares = 0, residual = 0;
+  Tally& operator+=(const Tally& other) {
+    computed += other.computed;
+    squares += other.squares;
+    residual += other.residual;
+    return *this;
+  }
 };
 
 struct Frame {

@@ -246,13 +246,9 @@ void Hub::adopt(const Signature& signature) {
       if (found->shape != one.shape) throw Error(ErrorKind::usage, fmt::format("'{}' has another shape in {}", one.name, options_.init), "init");
       values.push_back(file.read_f32(*found));
     }
+    const std::vector<std::span<const float>> spans(values.begin(), values.end());
     for (size_t p = 0; p < model->weight_parts(); ++p) {
-      std::vector<float> part;
-      for (const Piece& piece : model->cuts[p].pieces) {
-        const auto from = values[piece.parameter].begin() + static_cast<std::ptrdiff_t>(piece.first);
-        part.insert(part.end(), from, from + static_cast<std::ptrdiff_t>(piece.count));
-      }
-      model->desks[p].part->set(part);
+      model->desks[p].part->set(model->cuts[p].gather(spans));
       model->ready[p] = 1;
     }
   }

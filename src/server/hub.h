@@ -8,7 +8,8 @@
 //   hub_status.cc  what people see
 //
 // A part belongs to its strand, and only work posted there touches it. Everything else is guarded by one mutex, which is
-// held for bookkeeping only, never while something is decoded, encoded or written.
+// held for bookkeeping only, never while weights or updates are decoded, encoded or written. Two things are done under it all
+// the same: buffers, which are small, are decoded, and a file of first weights is read, before which nobody can do anything.
 #pragma once
 
 #include <atomic>

@@ -99,12 +99,8 @@ ServerState Hub::state_of(const Model& model, const Copy& copy) const {
   nlohmann::json forgotten = nlohmann::json::array();
   for (const PartState& part : copy.parts) {
     Tally sum;
-    for (const auto& [slot, row] : part.rows) {
-      if (members_.contains(slot)) continue;
-      sum.computed += row.tally.computed;
-      sum.squares += row.tally.squares;
-      sum.residual += row.tally.residual;
-    }
+    for (const auto& [slot, row] : part.rows)
+      if (!members_.contains(slot)) sum += row.tally;
     forgotten.push_back({sum.computed, sum.squares, sum.residual});
   }
   nlohmann::json losses = nlohmann::json::array();
@@ -206,10 +202,10 @@ void Hub::load() {
       }
       members_[member.slot] = member;
     }
-    std::vector<const std::vector<float>*> values;
+    std::vector<std::span<const float>> values;
     for (const Variable& one : signature.parameters) {
-      values.push_back(&find_array(found->weights, one.name).values);
-      if (values.back()->size() != one.count()) throw Error(ErrorKind::frame, fmt::format("bad state: '{}' has another size than its signature says", one.name), one.name);
+      values.push_back(find_array(found->weights, one.name).values);
+      if (values.back().size() != one.count()) throw Error(ErrorKind::frame, fmt::format("bad state: '{}' has another size than its signature says", one.name), one.name);
     }
     for (size_t p = 0; p < states.size(); ++p) {
       PartState& state = states[p];
@@ -221,10 +217,7 @@ void Hub::load() {
       if (model->cuts[p].role == Role::pool) {
         state.weights = find_array(found->others, part_name("pool", p)).values;
       } else {
-        for (const Piece& piece : model->cuts[p].pieces) {
-          const auto from = values[piece.parameter]->begin() + static_cast<std::ptrdiff_t>(piece.first);
-          state.weights.insert(state.weights.end(), from, from + static_cast<std::ptrdiff_t>(piece.count));
-        }
+        state.weights = model->cuts[p].gather(values);
         if (signature.sends_updates) state.owed = find_array(found->others, part_name("owed", p)).values;
       }
       model->versions[p] = model->durable[p] = state.version;

@@ -113,10 +113,7 @@ bool Part::knows(uint32_t slot, uint64_t sequence) const {
 void Part::forget(uint32_t slot) {
   const auto row = rows_.find(slot);
   if (row == rows_.end() || slot == kForgotten) return;
-  Tally& all = rows_[kForgotten].tally;
-  all.computed += row->second.tally.computed;
-  all.squares += row->second.tally.squares;
-  all.residual += row->second.tally.residual;
+  rows_[kForgotten].tally += row->second.tally;
   rows_.erase(row);
 }
 

@@ -101,6 +101,16 @@ uint64_t Cut::elements() const {
   return sum;
 }
 
+std::vector<float> Cut::gather(std::span<const std::span<const float>> parameters) const {
+  std::vector<float> values;
+  values.reserve(elements());
+  for (const Piece& piece : pieces) {
+    const std::span<const float> from = parameters[piece.parameter].subspan(piece.first, piece.count);
+    values.insert(values.end(), from.begin(), from.end());
+  }
+  return values;
+}
+
 nlohmann::json Signature::json() const {
   return {{"parameters", json_of(parameters)},
           {"buffers", json_of(buffers)},

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -56,6 +57,7 @@ struct Cut {
   Role role;
   std::vector<Piece> pieces;
   uint64_t elements() const;
+  std::vector<float> gather(std::span<const std::span<const float>> parameters) const;  // its pieces, one after another
 };
 
 // First the parts of the weights, then, if workers pool their second moments, those of the pool, cut alike.
