@@ -582,30 +582,39 @@ TEST_F(FeedbackFile, APlaceThatCannotBeWrittenIsNamed) {
 
 TEST(Rules, APlainSpecIsOneRule) {
   const Rules rules = Rules::parse(" qsgd:bits=3 ");
-  EXPECT_EQ(rules.codec_for("anything", 1), Codec::parse("qsgd:bits=3"));
+  EXPECT_EQ(rules.codec_for("anything", 1, 4096), Codec::parse("qsgd:bits=3"));
   EXPECT_EQ(rules.str(), Codec::parse("qsgd:bits=3").str());
-  EXPECT_EQ(Rules::parse("fp32").codec_for("", 0), Codec());
+  EXPECT_EQ(Rules::parse("fp32").codec_for("", 0, 4096), Codec());
 }
 
 TEST(Rules, TheFirstThatMatchesWins) {
   const Rules rules = Rules::parse("*.bias=fp32; 1d = fp16 ;layer?.*=qsgd:bits=8;*=qsgd:bits=4");
-  EXPECT_EQ(rules.codec_for("layer1.bias", 1).name(), "fp32");
-  EXPECT_EQ(rules.codec_for("layer1.norm", 1).name(), "fp16");
-  EXPECT_EQ(rules.codec_for("scalar", 0).name(), "fp16");
-  EXPECT_EQ(rules.codec_for("layer1.weight", 2).get("bits"), "8");
-  EXPECT_EQ(rules.codec_for("layer12.weight", 2).get("bits"), "4");
-  EXPECT_EQ(rules.codec_for("bias", 2).get("bits"), "4");
+  EXPECT_EQ(rules.codec_for("layer1.bias", 1, 4096).name(), "fp32");
+  EXPECT_EQ(rules.codec_for("layer1.norm", 1, 4096).name(), "fp16");
+  EXPECT_EQ(rules.codec_for("scalar", 0, 4096).name(), "fp16");
+  EXPECT_EQ(rules.codec_for("layer1.weight", 2, 4096).get("bits"), "8");
+  EXPECT_EQ(rules.codec_for("layer12.weight", 2, 4096).get("bits"), "4");
+  EXPECT_EQ(rules.codec_for("bias", 2, 4096).get("bits"), "4");
+}
+
+TEST(Rules, SmallTensorsByTheirCount) {
+  const Rules rules = Rules::parse("<1024=fp32;*=qsgd:bits=4");
+  EXPECT_EQ(rules.codec_for("w", 2, 1023).name(), "fp32");
+  EXPECT_EQ(rules.codec_for("w", 2, 1024).name(), "qsgd");
+  EXPECT_EQ(Rules::parse(rules.str()).str(), rules.str());
+  for (const char* bad : {"<=fp32;*=fp32", "<0=fp32;*=fp32", "<x=fp32;*=fp32", "<-3=fp32;*=fp32", "<99999999999999999999=fp32;*=fp32"})
+    EXPECT_REFUSED(usage, "rules", "number of elements", Rules::parse(bad));
 }
 
 TEST(Rules, PrintAsTheyParse) {
-  const Rules rules = Rules::parse("*.bias=fp32;1d=fp16;*=qsgd:bits=4");
+  const Rules rules = Rules::parse("*.bias=fp32;1d=fp16;<64=fp32;*=qsgd:bits=4");
   EXPECT_EQ(Rules::parse(rules.str()).str(), rules.str());
-  EXPECT_EQ(rules.str(), "*.bias=fp32;1d=fp16;*=" + Codec::parse("qsgd:bits=4").str());
+  EXPECT_EQ(rules.str(), "*.bias=fp32;1d=fp16;<64=fp32;*=" + Codec::parse("qsgd:bits=4").str());
 }
 
 TEST(Rules, Globs) {
   const auto matches = [](const std::string& pattern, const std::string& name) {
-    return Rules::parse(pattern + "=fp16;*=fp32").codec_for(name, 2).name() == "fp16";
+    return Rules::parse(pattern + "=fp16;*=fp32").codec_for(name, 2, 4096).name() == "fp16";
   };
   EXPECT_TRUE(matches("a*c", "ac"));
   EXPECT_TRUE(matches("a*c", "abcbc"));

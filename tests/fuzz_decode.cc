@@ -261,8 +261,8 @@ void fuzz_texts(const std::string& text) {
   try {
     const Rules rules = Rules::parse(text);
     promise(Rules::parse(rules.str()).str() == rules.str());
-    rules.codec_for("layer1.weight", 2);
-    rules.codec_for(text.substr(0, 32), 1);
+    rules.codec_for("layer1.weight", 2, 1000);
+    rules.codec_for(text.substr(0, 32), 1, 10);
   } catch (const Error& e) {
     promise(e.kind() == ErrorKind::usage);
   }

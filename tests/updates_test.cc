@@ -56,7 +56,7 @@ std::vector<Array> expected(const std::string& up, const std::string& down, int 
     const Rules rules = Rules::parse(text);
     std::vector<TensorSpec> specs;
     for (const NamedTensor& one : tensors())
-      specs.push_back({.name = one.name, .count = one.count, .codec = rules.codec_for(one.name, one.dimensions)});
+      specs.push_back({.name = one.name, .count = one.count, .codec = rules.codec_for(one.name, one.dimensions, one.count)});
     return Plan(std::move(specs));
   };
   const Plan plan = plan_of(up), weights_plan = plan_of(down);

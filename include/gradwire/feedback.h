@@ -19,21 +19,24 @@
 
 namespace gradwire {
 
+class Verdict;  // src/device/verdict.h
+
 enum class Side : uint8_t { up = 0, down = 1 };
 
-// Per-tensor rules: "*.bias=fp32;1d=fp32;*=qsgd:bits=4". The first rule that matches wins; `1d` matches tensors with
-// at most one dimension, anything else is a glob over the name (`*`: any characters, `?`: any one). The last rule must
-// be `*`. A plain spec is one rule.
+// Per-tensor rules: "*.bias=fp32;1d=fp32;<1024=fp32;*=qsgd:bits=4". The first rule that matches wins; `1d` matches tensors
+// with at most one dimension, `<COUNT` those with fewer elements, anything else is a glob over the name (`*`: any
+// characters, `?`: any one). The last rule must be `*`. A plain spec is one rule.
 class Rules {
  public:
   static Rules parse(std::string_view text);
   std::string str() const;
-  const Codec& codec_for(std::string_view name, int dimensions) const;
+  const Codec& codec_for(std::string_view name, int dimensions, uint64_t count) const;
 
  private:
   struct Rule {
     std::string pattern;
     Codec codec;
+    uint64_t below;  // of a rule `<COUNT`; otherwise 0
   };
   std::vector<Rule> rules_;
 };
@@ -63,6 +66,8 @@ class ErrorFeedback {
   // an open step nothing happens; Error{usage} if another one is open.
   void commit(uint64_t step);
   void rollback(uint64_t step);
+  // One or the other, as the verdict says. On a GPU that is found out there, on the stream of `device`, and nobody waits.
+  void decide(uint64_t step, Verdict& verdict, const Device& device);
 
   void save(const std::string& path) const;  // atomic: the old file stays whole until the new one is complete
   static ErrorFeedback load(const std::string& path, const Device& device = {});  // a truncated or altered file is refused
@@ -78,8 +83,17 @@ class ErrorFeedback {
 
   // What was added with this `first`, copied to the host, as f32.
   std::vector<float> residual(Side side, const std::string& name, uint64_t first = 0) const;
+  // Everything that was added; and new values for one of them, rounded to dtype(). Error{usage} while a step is open.
+  struct Entry {
+    Side side;
+    std::string name;
+    uint64_t first, count;
+  };
+  std::vector<Entry> entries() const;
+  void set_residual(Side side, const std::string& name, uint64_t first, std::span<const float> values);
   uint64_t hash() const;  // of every committed residual and note: two equal states have equal hashes
 
+  DType dtype() const;
   const Device& device() const;  // where the residuals live
   uint64_t bytes() const;        // that they take there, both copies
 

@@ -70,6 +70,7 @@ class Runner {
   virtual std::span<const uint32_t> sides(std::span<const std::byte> message, std::span<const uint32_t> which) = 0;
 
   virtual void wait() = 0;  // until everything enqueued is done; throws what went wrong
+  virtual void poll() = 0;  // throws what was found wrong by an earlier poll's time; on a GPU it only enqueues a question
   virtual const Plan& plan() const = 0;
 };
 

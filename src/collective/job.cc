@@ -50,13 +50,13 @@ Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOption
   up_text_ = up_rules.str();
   down_text_ = "as up, to nearest";
   for (const NamedTensor& tensor : tensors) {
-    up.push_back(up_rules.codec_for(tensor.name, tensor.dimensions));
+    up.push_back(up_rules.codec_for(tensor.name, tensor.dimensions, tensor.count));
     down.push_back(to_nearest(up.back()));
   }
   if (!options.down.empty()) {
     const Rules rules = Rules::parse(options.down);
     down_text_ = rules.str();
-    for (size_t i = 0; i < tensors.size(); ++i) down[i] = rules.codec_for(tensors[i].name, tensors[i].dimensions);
+    for (size_t i = 0; i < tensors.size(); ++i) down[i] = rules.codec_for(tensors[i].name, tensors[i].dimensions, tensors[i].count);
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
     up_feedback.push_back(wants_residual(up[i], options.feedback));

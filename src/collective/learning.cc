@@ -7,7 +7,7 @@
 
 namespace gradwire {
 
-Learning::Learning(const Job& job, Side side, const Engine& engine) : fixed_(side == Side::up ? job.up : job.down) {
+Learning::Learning(const Job& job, Side side, int world) : fixed_(side == Side::up ? job.up : job.down) {
   std::map<std::string, std::vector<size_t>> same;
   for (size_t i = 0; i < fixed_.size(); ++i)
     if (fixed_[i].traits().learns) same[fixed_[i].str()].push_back(i);
@@ -16,7 +16,7 @@ Learning::Learning(const Job& job, Side side, const Engine& engine) : fixed_(sid
     for (size_t i : tensors) elements += job.tensors[i].count;
     const Codec codec = fixed_[tensors[0]];
     // Down, every element has one sender.
-    Learner learner(codec, elements, side == Side::up ? engine.size() : 1);
+    Learner learner(codec, elements, side == Side::up ? world : 1);
     learners_.push_back({fmt::format("{}:{}", side == Side::up ? "up" : "down", spec), std::move(tensors), std::move(learner)});
   }
 }
@@ -40,7 +40,7 @@ bool Learning::ahead() const {
 void Learning::look(Runner& runner, std::span<const Shard> shards, uint64_t step, std::span<const void* const> tensors, const Residuals* residuals,
                     std::span<const std::byte> message, bool ahead) {
   for (Entry& entry : learners_) {
-    if (!entry.learner.looks(step) || entry.learner.ahead() != ahead) continue;
+    if (!entry.due(step, ahead)) continue;
     std::vector<uint32_t> which;
     for (uint32_t s = 0; s < shards.size(); ++s)
       if (std::find(entry.tensors.begin(), entry.tensors.end(), shards[s].tensor) != entry.tensors.end()) which.push_back(s);
@@ -51,34 +51,49 @@ void Learning::look(Runner& runner, std::span<const Shard> shards, uint64_t step
   }
 }
 
-void Learning::learn(Engine& engine, uint64_t step, bool ahead, Clock& clock) {
-  std::vector<Entry*> due;
+size_t Learning::evidence_bytes(uint64_t step, bool ahead) const {
   size_t bytes = 0;
-  for (Entry& entry : learners_)
-    if (entry.learner.looks(step) && entry.learner.ahead() == ahead) {
-      due.push_back(&entry);
-      bytes += entry.learner.evidence_bytes();
-    }
-  if (due.empty()) return;
+  for (const Entry& entry : learners_)
+    if (entry.due(step, ahead)) bytes += entry.learner.evidence_bytes();
+  return bytes;
+}
+
+void Learning::take_evidence(uint64_t step, bool ahead, std::span<std::byte> out) {
+  for (Entry& entry : learners_) {
+    if (!entry.due(step, ahead)) continue;
+    entry.learner.take_evidence(out.first(entry.learner.evidence_bytes()));
+    out = out.subspan(entry.learner.evidence_bytes());
+  }
+}
+
+void Learning::learn(uint64_t step, bool ahead, std::span<const std::span<const std::byte>> ranks) {
+  size_t at = 0;
+  for (Entry& entry : learners_) {
+    if (!entry.due(step, ahead)) continue;
+    std::vector<std::span<const std::byte>> own;
+    for (const auto& one : ranks) own.push_back(one.subspan(at, entry.learner.evidence_bytes()));
+    entry.learner.learn(step, own);
+    at += entry.learner.evidence_bytes();
+  }
+}
+
+void Learning::learn(Engine& engine, uint64_t step, bool ahead, Clock& clock) {
+  const size_t bytes = evidence_bytes(step, ahead);
+  if (bytes == 0) return;
   const auto world = static_cast<size_t>(engine.size()), me = static_cast<size_t>(engine.rank());
   std::vector<std::vector<std::byte>> all(world, std::vector<std::byte>(bytes));
-  size_t at = 0;
-  for (Entry* entry : due) {
-    entry->learner.take_evidence(std::span(all[me]).subspan(at, entry->learner.evidence_bytes()));
-    at += entry->learner.evidence_bytes();
-  }
+  take_evidence(step, ahead, all[me]);
   {
     const auto spell = clock.wait();
     engine.all_gather(all[me], std::vector<Bytes>(all.begin(), all.end())).wait();
   }
   const auto spell = clock.encode();
-  at = 0;
-  for (Entry* entry : due) {
-    std::vector<std::span<const std::byte>> ranks;
-    for (const auto& one : all) ranks.push_back(std::span(one).subspan(at, entry->learner.evidence_bytes()));
-    entry->learner.learn(step, ranks);
-    at += entry->learner.evidence_bytes();
-  }
+  learn(step, ahead, std::vector<std::span<const std::byte>>(all.begin(), all.end()));
+}
+
+void Learning::release(size_t tensor) {
+  fixed_[tensor] = Codec();
+  for (Entry& entry : learners_) std::erase(entry.tensors, tensor);
 }
 
 void Learning::keep(ErrorFeedback& feedback) const {

@@ -16,7 +16,7 @@ namespace gradwire {
 
 class Learning {
  public:
-  Learning(const Job& job, Side side, const Engine& engine);
+  Learning(const Job& job, Side side, int world);
   bool empty() const { return learners_.empty(); }
 
   // The codecs of all tensors at `step`.
@@ -29,15 +29,22 @@ class Learning {
             std::span<const std::byte> message, bool ahead);
   // Collective: all ranks' evidence, then every learner learns.
   void learn(Engine& engine, uint64_t step, bool ahead, Clock& clock);
+  // The same in parts, for those who gather the evidence themselves; the bytes are the same on all ranks.
+  size_t evidence_bytes(uint64_t step, bool ahead) const;
+  void take_evidence(uint64_t step, bool ahead, std::span<std::byte> out);
+  void learn(uint64_t step, bool ahead, std::span<const std::span<const std::byte>> ranks);
 
   void keep(ErrorFeedback& feedback) const;    // as notes
   void restore(const ErrorFeedback& feedback);  // from notes, where there are any of these codecs
+
+  void release(size_t tensor);  // it goes as fp32 from now on, and teaches nothing
 
  private:
   struct Entry {
     std::string note;
     std::vector<size_t> tensors;  // of the job
     Learner learner;
+    bool due(uint64_t step, bool ahead) const { return learner.looks(step) && learner.ahead() == ahead; }
   };
   std::vector<Entry> learners_;
   std::vector<Codec> fixed_;  // per tensor: its codec if it learns nothing

@@ -62,8 +62,8 @@ struct Reducer::State {
       down = std::make_unique<DownStage>(engine, *job, clock);
       job->add_residuals(feedback, down->mine(), Side::down);
     }
-    up_learning = std::make_unique<Learning>(*job, Side::up, engine);
-    down_learning = std::make_unique<Learning>(*job, Side::down, engine);
+    up_learning = std::make_unique<Learning>(*job, Side::up, engine.size());
+    down_learning = std::make_unique<Learning>(*job, Side::down, engine.size());
     keep();
     uint64_t floats = 0;
     std::vector<uint64_t> offsets;

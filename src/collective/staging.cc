@@ -40,8 +40,8 @@ void Block::release() {
   size_ = capacity_ = 0;
 }
 
-Staging::Staging(std::shared_ptr<Memory> memory) : memory_(std::move(memory)) {
-  if (!memory_->on_host()) buffer_ = std::make_unique<Block>(memory_, Block::Place::device, 0);
+Staging::Staging(std::shared_ptr<Memory> memory, bool direct) : memory_(std::move(memory)) {
+  if (!memory_->on_host() && !direct) buffer_ = std::make_unique<Block>(memory_, Block::Place::device, 0);
 }
 
 // A step that failed half-way may have left copies behind, from or to memory that is about to go.

@@ -41,7 +41,8 @@ class Block {
 
 class Staging {
  public:
-  explicit Staging(std::shared_ptr<Memory> memory);
+  // `direct`: messages are written and read where the tensors are, and somebody else carries them from there.
+  explicit Staging(std::shared_ptr<Memory> memory, bool direct = false);
   ~Staging();  // nothing is under way any more
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;

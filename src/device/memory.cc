@@ -25,6 +25,7 @@ struct HostMemory final : Memory {
   void release_host(void* data) override { release(data); }
   void start_to_host(void* host, const void* data, size_t bytes) override { to_host(host, data, bytes); }
   void start_from_host(void* data, const void* host, size_t bytes) override { from_host(data, host, bytes); }
+  void copy(void* to, const void* from, size_t bytes) override { to_host(to, from, bytes); }
   void wait() override {}
 };
 

@@ -62,6 +62,10 @@ struct CudaMemory final : Memory {
     use();
     if (bytes) cuda_throw(cudaMemcpyAsync(data, host, bytes, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
   }
+  void copy(void* to, const void* from, size_t bytes) override {
+    use();
+    if (bytes) cuda_throw(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+  }
   void wait() override {
     use();
     cuda_throw(cudaStreamSynchronize(stream), "cudaStreamSynchronize");

@@ -18,6 +18,7 @@
 #include "core/bits.h"
 #include "core/float_mode.h"
 #include "device/memory.h"
+#include "device/verdict.h"
 #include "flow/owners.h"
 #include "flow/residual_file.h"
 #include "gradwire/error.h"
@@ -112,16 +113,6 @@ struct ErrorFeedback::State {
     return nullptr;
   }
 
-  // Copies through the host in chunks: works on every device, and only steps that begin less than they added need it.
-  void copy(std::byte* to, const std::byte* from, uint64_t bytes) {
-    std::vector<std::byte> chunk(std::min<uint64_t>(bytes, kResidualChunk));
-    for (uint64_t at = 0; at < bytes; at += chunk.size()) {
-      const size_t n = std::min<uint64_t>(bytes - at, chunk.size());
-      memory->to_host(chunk.data(), from + at, n);
-      memory->from_host(to + at, chunk.data(), n);
-    }
-  }
-
   // Ends the open step if it is `step`; says whether there is anything to decide.
   bool close(uint64_t step, const char* how) {
     if (!open) return false;
@@ -147,7 +138,6 @@ struct ErrorFeedback::State {
     return out;
   }
 
-  // `values` must be representable in dtype.
   void set(Residual& residual, std::span<const float> values) {
     if (dtype == DType::f32) return memory->from_host(residual.current.at(0), values.data(), bytes(values.size()));
     std::vector<uint16_t> raw(values.size());
@@ -229,7 +219,7 @@ void ErrorFeedback::commit(uint64_t step) {
     } else {
       for (auto [first, count] : residual.begun) {
         const uint64_t at = state_->bytes(first - key.first);
-        state_->copy(residual.current.at(at), residual.next.at(at), state_->bytes(count));
+        state_->memory->copy(residual.current.at(at), residual.next.at(at), state_->bytes(count));
       }
     }
     residual.begun.clear();
@@ -239,6 +229,21 @@ void ErrorFeedback::commit(uint64_t step) {
 void ErrorFeedback::rollback(uint64_t step) {
   if (!state_->close(step, "rollback")) return;
   for (auto& [key, residual] : state_->residuals) residual.begun.clear();
+}
+
+void ErrorFeedback::decide(uint64_t step, Verdict& verdict, const Device& device) {
+  if (state_->memory->on_host()) return verdict.bad() ? rollback(step) : commit(step);
+  std::vector<KeepSpan> kept;
+  bool whole = true;
+  for (const auto& [key, residual] : state_->residuals) {
+    uint64_t covered = 0;
+    for (auto [first, count] : residual.begun) covered += count;
+    whole &= covered == 0 || covered == residual.count;
+    if (covered > 0) kept.push_back({residual.current.at(0), residual.next.at(0), state_->bytes(residual.count)});
+  }
+  if (!whole) return verdict.bad() ? rollback(step) : commit(step);  // pieces are copied by the host
+  verdict.keep_if_bad(device, kept);
+  commit(step);
 }
 
 void ErrorFeedback::save(const std::string& path) const {
@@ -361,6 +366,22 @@ std::vector<float> ErrorFeedback::residual(Side side, const std::string& name, u
     refuse(fmt::format("tensor '{}' has no {} residual that starts at element {}", name, name_of(side), first), "name");
   return state_->values(found->second);
 }
+
+std::vector<ErrorFeedback::Entry> ErrorFeedback::entries() const {
+  std::vector<Entry> all;
+  for (const auto& [key, residual] : state_->residuals) all.push_back({key.side, key.name, key.first, residual.count});
+  return all;
+}
+
+void ErrorFeedback::set_residual(Side side, const std::string& name, uint64_t first, std::span<const float> values) {
+  state_->check_closed("set_residual");
+  const auto found = state_->residuals.find(Key{side, name, first});
+  if (found == state_->residuals.end() || found->second.count != values.size())
+    refuse(fmt::format("tensor '{}' has no {} residual of {} elements that starts at element {}", name, name_of(side), values.size(), first), "name");
+  state_->set(found->second, values);
+}
+
+DType ErrorFeedback::dtype() const { return state_->dtype; }
 
 uint64_t ErrorFeedback::hash() const {
   XXH64_state_t hash;

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 
 #include "gradwire/error.h"
 #include "gradwire/feedback.h"
@@ -51,13 +52,24 @@ bool glob(std::string_view pattern, std::string_view name) {
   return p == pattern.size();
 }
 
+// The bound of a rule `<COUNT`; 0: another kind of rule.
+uint64_t below(size_t number, std::string_view rule, std::string_view pattern) {
+  if (!pattern.starts_with('<')) return 0;
+  uint64_t bound = 0;
+  const char* const end = pattern.data() + pattern.size();
+  const auto [stop, error] = std::from_chars(pattern.data() + 1, end, bound);
+  if (error != std::errc() || stop != end || bound == 0)
+    refuse(number, rule, "expected a number of elements from 1 on after '<'", "rules");
+  return bound;
+}
+
 }  // namespace
 
 Rules Rules::parse(std::string_view text) {
   Rules rules;
   text = trimmed(text);
   if (plain_spec(text)) {
-    rules.rules_.push_back({"*", Codec::parse(text)});
+    rules.rules_.push_back({"*", Codec::parse(text), 0});
     return rules;
   }
   for (size_t number = 1, begin = 0; begin <= text.size(); ++number) {
@@ -70,10 +82,10 @@ Rules Rules::parse(std::string_view text) {
     if (last && pattern != "*")
       refuse(number, rule, "the last rule must be '*=SPEC', so that every tensor has a codec", "rules");
     if (equals == std::string_view::npos || pattern.empty())
-      refuse(number, rule, "expected PATTERN=SPEC, where PATTERN is '1d' or a name with * and ?", "rules");
+      refuse(number, rule, "expected PATTERN=SPEC, where PATTERN is '1d', '<COUNT' or a name with * and ?", "rules");
     if (!last && pattern == "*") refuse(number, rule, "'*' matches every tensor: it must be the last rule", "rules");
     try {
-      rules.rules_.push_back({std::string(pattern), Codec::parse(trimmed(rule.substr(equals + 1)))});
+      rules.rules_.push_back({std::string(pattern), Codec::parse(trimmed(rule.substr(equals + 1))), below(number, rule, pattern)});
     } catch (const Error& error) {
       refuse(number, rule, error.what(), error.field());
     }
@@ -89,9 +101,9 @@ std::string Rules::str() const {
   return text;
 }
 
-const Codec& Rules::codec_for(std::string_view name, int dimensions) const {
+const Codec& Rules::codec_for(std::string_view name, int dimensions, uint64_t count) const {
   for (const Rule& rule : rules_)
-    if (rule.pattern == kOneDimension ? dimensions <= 1 : glob(rule.pattern, name)) return rule.codec;
+    if (rule.below ? count < rule.below : rule.pattern == kOneDimension ? dimensions <= 1 : glob(rule.pattern, name)) return rule.codec;
   throw Error(ErrorKind::usage, fmt::format("tensor '{}': no rule; rules come from Rules::parse", name), "rules");
 }
 

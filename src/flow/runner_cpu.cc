@@ -40,6 +40,7 @@ class CpuRunner final : public Runner {
 
   const Plan& plan() const override { return plan_; }
   void wait() override {}
+  void poll() override {}
 
   std::span<const float> sample(std::span<const void* const> tensors, const Residuals* residuals, std::span<const Pick> picks) override {
     const FloatMode mode;

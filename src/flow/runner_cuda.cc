@@ -155,6 +155,7 @@ class CudaRunner final : public Runner {
     sticky_ = status_ + 1;
     host_pointers_.resize(3 * tensors);
     cuda_throw(cudaMallocHost(reinterpret_cast<void**>(&host_status_), sizeof(uint32_t)), "cudaMallocHost");
+    *host_status_ = 0;
   }
   ~CudaRunner() override {
     cudaStreamSynchronize(stream_);  // the arena may still be in use
@@ -277,7 +278,18 @@ class CudaRunner final : public Runner {
     cuda_throw(cudaMemcpyAsync(host_status_, sticky_, sizeof(uint32_t), cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
     cuda_throw(cudaMemsetAsync(sticky_, 0, sizeof(uint32_t), stream_), "cudaMemsetAsync");
     cuda_throw(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-    const uint32_t status = *host_status_;
+    raise(*host_status_);
+  }
+
+  // What an earlier question was answered with; the host's word is written by the GPU while the host goes on.
+  void poll() override {
+    use();
+    raise(*static_cast<volatile uint32_t*>(host_status_));
+    cuda_throw(cudaMemcpyAsync(host_status_, sticky_, sizeof(uint32_t), cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
+  }
+
+ private:
+  static void raise(uint32_t status) {
     if (status == 0) return;
     // The head is looked at before what it describes.
     static constexpr struct { uint32_t bit; const char *field, *words; } kWords[] = {
@@ -296,7 +308,6 @@ class CudaRunner final : public Runner {
       if (status & w.bit) throw Error(ErrorKind::frame, fmt::format("bad message: {} {}", w.field, w.words), w.field);
   }
 
- private:
   // Of the tensors of this call.
   bool aligned(const Group& g) const {
     bool all = true;

@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
 
+#include "core/bits.h"
 #include "device/memory.h"
 #include "device/scheme.h"
 #include "gradwire/error.h"
@@ -24,66 +26,87 @@ uint64_t sample_unit(const Codec& codec) {
   return unit == 0 ? kTile : unit;
 }
 
+// What was seen of a run of units, or of the sides of a tensor. Evidence is made of all that a step showed at once, in the order of
+// (name, first): so it does not depend on which tensors travelled together, or who was to get them.
+struct Seen {
+  uint64_t name, first;  // element of the tensor
+  std::vector<float> values;
+  std::vector<uint32_t> sides;
+  std::vector<uint32_t> lengths;  // of units
+};
+
 }  // namespace
 
 struct Learner::State {
   Codec base;
   std::unique_ptr<Subject> subject;
-  Evidence evidence;
+  uint64_t elements = 0;
   uint64_t sample_blocks = kSampleBlocks;
+  std::vector<Seen> seen;
 
   // Enqueued, not yet looked at.
   std::span<const float> sample;
   std::span<const uint32_t> sides;
   std::vector<Pick> picks;
-  std::vector<uint32_t> lengths;      // of units
-  std::vector<uint64_t> run_elements;  // of each run of blocks that was picked
+  std::vector<Seen> coming;
 
-  void forget() { evidence = Evidence{Evidence::kNone, std::vector<int64_t>(subject->counts())}; }
-
-  // Units spread evenly over all that there are, another set each step. Runs of blocks: a unit of several blocks, or a block of several units.
+  // Every so many units of a tensor, others each step; which ones is a function of (name, unit, step). Runs of blocks: a unit of several
+  // blocks, or a block of several units.
   void choose(const Plan& plan, std::span<const uint32_t> which, uint64_t step) {
     picks.clear();
-    run_elements.clear();
-    const uint64_t run = std::max<uint64_t>(sample_unit(base), kBlock);
-    uint64_t runs = 0;
-    for (uint32_t tensor : which) runs += div_up(plan.tensors()[tensor].count, run);
-    const uint64_t wanted = std::max<uint64_t>(1, sample_blocks / (run / kBlock)), take = std::min(runs, wanted);
-    uint64_t passed = 0, taken = 0;
-    const uint64_t turn = take ? step % div_up(runs, take) : 0;
+    const uint64_t unit = sample_unit(base), run = std::max<uint64_t>(unit, kBlock);
+    const uint64_t wanted = std::max<uint64_t>(1, sample_blocks / (run / kBlock)), stride = std::max<uint64_t>(1, div_up(div_up(elements, run), wanted));
     for (uint32_t tensor : which) {
-      const uint64_t count = plan.tensors()[tensor].count, here = div_up(count, run);
-      while (taken < take) {
-        const uint64_t next = std::min(runs - 1, taken * runs / take + turn) - passed;
-        if (next >= here) break;
-        ++taken;
-        const uint64_t first = next * run, elements = std::min(run, count - first);
-        run_elements.push_back(elements);
-        for (uint64_t block = first / kBlock; block * kBlock < first + elements; ++block) picks.push_back({tensor, block});
+      const TensorSpec& spec = plan.tensors()[tensor];
+      const uint64_t name = name_of(spec), before = spec.first / run, skip = (mix64(name) + step + before) % stride;
+      for (uint64_t at = skip == 0 ? 0 : stride - skip; at * run < spec.count; at += stride) {
+        const uint64_t first = at * run, here = std::min(run, spec.count - first);
+        Seen one{name, spec.first + first, std::vector<float>(here), {}, {}};
+        for (uint64_t part = 0; part < here; part += unit) one.lengths.push_back(static_cast<uint32_t>(std::min(unit, here - part)));
+        for (uint64_t block = first / kBlock; block * kBlock < first + here; ++block) picks.push_back({tensor, block});
+        coming.push_back(std::move(one));
       }
-      passed += here;
     }
   }
 
-  void look_at_sample() {
-    const uint64_t unit = sample_unit(base);
-    lengths.clear();
-    std::vector<float> values;
-    size_t at = 0;
-    for (uint64_t elements : run_elements) {
-      values.insert(values.end(), sample.begin() + static_cast<ptrdiff_t>(at), sample.begin() + static_cast<ptrdiff_t>(at + elements));
-      at += div_up(elements, kBlock) * kBlock;
-      for (uint64_t first = 0; first < elements; first += unit) lengths.push_back(static_cast<uint32_t>(std::min(unit, elements - first)));
+  void expect_sides(const Plan& plan, std::span<const uint32_t> which) {
+    for (uint32_t tensor : which) {
+      const TensorSpec& spec = plan.tensors()[tensor];
+      const Scheme& scheme = spec.codec.scheme();
+      if (!scheme.side) continue;
+      Seen one{name_of(spec), spec.first, {}, std::vector<uint32_t>(unit_count(scheme, spec.count)), {}};
+      for (uint64_t unit = 0; unit < one.sides.size(); ++unit)
+        one.lengths.push_back(static_cast<uint32_t>(std::min<uint64_t>(scheme.unit, spec.count - unit * scheme.unit)));
+      coming.push_back(std::move(one));
     }
-    subject->look(values, lengths, evidence);
   }
+
+  Evidence evidence() {
+    std::sort(seen.begin(), seen.end(), [](const Seen& a, const Seen& b) { return std::tie(a.name, a.first) < std::tie(b.name, b.first); });
+    std::vector<float> values;
+    std::vector<uint32_t> words, lengths;
+    for (const Seen& one : seen) {
+      values.insert(values.end(), one.values.begin(), one.values.end());
+      words.insert(words.end(), one.sides.begin(), one.sides.end());
+      lengths.insert(lengths.end(), one.lengths.begin(), one.lengths.end());
+    }
+    Evidence all{Evidence::kNone, std::vector<int64_t>(subject->counts())};
+    if (seen.empty()) return all;
+    if (subject->source() == Subject::Source::sides)
+      subject->look_sides(words, lengths, all);
+    else
+      subject->look(values, lengths, all);
+    return all;
+  }
+
+  static uint64_t name_of(const TensorSpec& spec) { return spec.name_hash ? *spec.name_hash : hash_name(spec.name); }
 };
 
 Learner::Learner(const Codec& codec, uint64_t elements, int world) : state_(std::make_unique<State>()) {
   state_->base = codec;
   state_->subject = subject_of(codec, elements, world);
   if (!state_->subject) throw Error(ErrorKind::usage, fmt::format("codec is {}, which learns nothing", codec.name()), "codec");
-  state_->forget();
+  state_->elements = elements;
 }
 Learner::~Learner() = default;
 Learner::Learner(Learner&&) noexcept = default;
@@ -97,38 +120,35 @@ bool Learner::ahead() const { return state_->subject->ahead(); }
 void Learner::look(Runner& runner, std::span<const uint32_t> which, uint64_t step, std::span<const void* const> tensors,
                    const Residuals* residuals, std::span<const std::byte> message) {
   State& s = *state_;
+  s.coming.clear();
   if (s.subject->source() == Subject::Source::sides) {
-    s.lengths.clear();
-    for (uint32_t tensor : which) {
-      const Scheme& scheme = runner.plan().tensors()[tensor].codec.scheme();
-      const uint64_t count = runner.plan().tensors()[tensor].count;
-      if (scheme.side)
-        for (uint64_t unit = 0; unit < unit_count(scheme, count); ++unit)
-          s.lengths.push_back(static_cast<uint32_t>(std::min<uint64_t>(scheme.unit, count - unit * scheme.unit)));
-    }
+    s.expect_sides(runner.plan(), which);
     s.sides = runner.sides(message, which);
-    return;
+  } else {
+    s.choose(runner.plan(), which, step);
+    s.sample = runner.sample(tensors, residuals, s.picks);
   }
-  s.choose(runner.plan(), which, step);
-  s.sample = runner.sample(tensors, residuals, s.picks);
 }
 
 void Learner::collect() {
   State& s = *state_;
-  if (s.subject->source() == Subject::Source::sides)
-    s.subject->look_sides(s.sides, s.lengths, s.evidence);
-  else
-    s.look_at_sample();
-  s.sides = {};
-  s.sample = {};
+  for (Seen& one : s.coming) {
+    std::copy_n(s.sides.begin(), one.sides.size(), one.sides.begin());
+    s.sides = s.sides.subspan(one.sides.size());
+    std::copy_n(s.sample.begin(), one.values.size(), one.values.begin());
+    s.sample = s.sample.subspan(div_up(one.values.size(), kBlock) * kBlock);
+    s.seen.push_back(std::move(one));
+  }
+  s.coming.clear();
 }
 
 size_t Learner::evidence_bytes() const { return (1 + state_->subject->counts()) * sizeof(int64_t); }
 
 void Learner::take_evidence(std::span<std::byte> out) {
-  std::memcpy(out.data(), &state_->evidence.exponent, sizeof(int64_t));
-  std::memcpy(out.data() + sizeof(int64_t), state_->evidence.counts.data(), state_->evidence.counts.size() * sizeof(int64_t));
-  state_->forget();
+  const Evidence all = state_->evidence();
+  std::memcpy(out.data(), &all.exponent, sizeof(int64_t));
+  std::memcpy(out.data() + sizeof(int64_t), all.counts.data(), all.counts.size() * sizeof(int64_t));
+  state_->seen.clear();
 }
 
 void Learner::learn(uint64_t step, std::span<const std::span<const std::byte>> ranks) {

@@ -18,7 +18,7 @@ constexpr uint64_t kMaxUncut = 15'000'000;  // elements; by fp32 that is just be
 // A codec whose unit is the whole tensor cannot be cut.
 bool uncut(const Variable& one, const Rules& up, const Rules& down) {
   const int dimensions = static_cast<int>(one.shape.size());
-  return up.codec_for(one.name, dimensions).traits().unit == 0 || down.codec_for(one.name, dimensions).traits().unit == 0;
+  return up.codec_for(one.name, dimensions, one.count()).traits().unit == 0 || down.codec_for(one.name, dimensions, one.count()).traits().unit == 0;
 }
 
 [[noreturn]] void refuse(const std::string& words) {
@@ -223,7 +223,7 @@ std::vector<TensorSpec> specs_of(const Signature& signature, const Cut& cut, Way
         {.name = one.name,
          .count = piece.count,
          .dtype = DType::f32,
-         .codec = way == Way::whole ? Codec() : rules.codec_for(one.name, static_cast<int>(one.shape.size())),
+         .codec = way == Way::whole ? Codec() : rules.codec_for(one.name, static_cast<int>(one.shape.size()), one.count()),
          .first = piece.first});
   }
   return specs;

@@ -42,7 +42,7 @@ MeanUpdates::MeanUpdates(Engine& engine, std::vector<NamedTensor> tensors, Reduc
     specs.push_back({.name = one.name,
                      .count = one.count,
                      .dtype = DType::f32,
-                     .codec = rules.codec_for(one.name, one.dimensions)});
+                     .codec = rules.codec_for(one.name, one.dimensions, one.count)});
   plan_.emplace(std::move(specs));
   runner_ = make_runner(*plan_, options_.device);
   message_.resize(plan_->message_bytes());

@@ -1,0 +1,407 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gradwire/relay.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+#include <set>
+
+#include "collective/coding.h"
+#include "device/sums.h"
+#include "device/verdict.h"
+#include "gradwire/error.h"
+
+namespace gradwire {
+namespace {
+
+using Kind = RelayOptions::Kind;
+constexpr size_t kSlot = 16;  // messages begin at multiples of it
+
+size_t slot_of(size_t bytes) { return (bytes + kSlot - 1) / kSlot * kSlot; }
+
+const char* name_of(Kind kind, bool scatter) {
+  if (kind == Kind::reduce_scatter) return "reduce_scatter";
+  if (kind == Kind::all_gather) return "all_gather";
+  return scatter ? "scatter" : "gather";
+}
+
+[[noreturn]] void refuse(const std::string& words, const char* field) { throw Error(ErrorKind::usage, words, field); }
+
+// The messages of `sizes` in a buffer of as many slots.
+template <class Byte>
+std::vector<std::span<Byte>> cut(std::span<Byte> buffer, std::span<const size_t> sizes, const char* what) {
+  size_t total = 0;
+  for (size_t bytes : sizes) total += slot_of(bytes);
+  if (buffer.size() != total) refuse(fmt::format("{} has {} bytes; the slots have {}", what, buffer.size(), total), what);
+  std::vector<std::span<Byte>> messages;
+  for (size_t at = 0; size_t bytes : sizes) {
+    messages.push_back(buffer.subspan(at, bytes));
+    at += slot_of(bytes);
+  }
+  return messages;
+}
+
+std::vector<size_t> slots_of(std::span<const size_t> sizes) {
+  std::vector<size_t> slots;
+  for (size_t bytes : sizes) slots.push_back(slot_of(bytes));
+  return slots;
+}
+
+}  // namespace
+
+struct RelayModel::State {
+  State(std::vector<NamedTensor> tensors, const RelayOptions& o)
+      : options(o),
+        scatter(o.kind != Kind::all_reduce || o.reduce.method == ReduceOptions::Method::scatter),
+        job(name_of(o.kind, scatter), tensors, o.reduce),
+        feedback(o.reduce.residual, o.reduce.device),
+        up_learning(job, Side::up, o.world),
+        down_learning(job, Side::down, o.world),
+        verdict(o.reduce.device),
+        exempt(tensors.size()) {
+    if (o.world < 1 || o.rank < 0 || o.rank >= o.world) refuse(fmt::format("rank is {} of {}; expected 0 to world - 1", o.rank, o.world), "rank");
+    if ((has_up() && up_learning.ahead()) || (has_down() && down_learning.ahead()))
+      throw Error(ErrorKind::unsupported,
+                  "dqsgd:mode=paper must see a whole step before any of it is sent, which buckets that leave one by one do not allow; "
+                  "the default mode decides from the step before",
+                  "mode");
+    keep();
+  }
+
+  bool has_up() const { return options.kind != Kind::all_gather; }
+  bool has_down() const { return options.kind == Kind::all_gather || (options.kind == Kind::all_reduce && scatter); }
+
+  void keep() {
+    if (has_up()) up_learning.keep(feedback);
+    if (has_down()) down_learning.keep(feedback);
+  }
+  std::vector<Codec> chosen(const Learning& learning, uint64_t at, const RelayStep& how) const {
+    if (how.exact) return std::vector<Codec>(job.tensors.size());
+    std::vector<Codec> codecs = learning.codecs(at, how.rate);
+    for (size_t i = 0; i < codecs.size(); ++i)
+      if (exempt[i]) codecs[i] = Codec();
+    return codecs;
+  }
+  void check_open(const char* what) const {
+    if (!step) refuse(fmt::format("{}: no step is open; begin one first", what), "step");
+  }
+
+  RelayOptions options;
+  bool scatter;
+  Job job;
+  ErrorFeedback feedback;
+  Learning up_learning, down_learning;
+  Verdict verdict;
+  std::vector<bool> exempt;
+  uint64_t epoch = 0;  // of the codecs
+  std::optional<uint64_t> step, taught;  // the open one, and one that has been seen but not yet learned from
+  RelayStep how;
+};
+
+RelayModel::RelayModel(std::vector<NamedTensor> tensors, const RelayOptions& options) : state_(std::make_unique<State>(std::move(tensors), options)) {}
+RelayModel::~RelayModel() = default;
+
+std::vector<std::pair<std::string, std::string>> RelayModel::terms() const {
+  const Terms terms = state_->job.terms();
+  std::vector<std::pair<std::string, std::string>> all;
+  for (const Term& term : terms.common) all.emplace_back(term.field, term.text);
+  for (const auto& tensor : terms.tensors)
+    for (const Term& term : tensor) all.emplace_back(term.field, term.text);
+  return all;
+}
+
+void RelayModel::begin(uint64_t step, const RelayStep& how) {
+  State& s = *state_;
+  if (s.step) give_up();
+  if (!(how.loss_scale > 0) || how.loss_scale > 3e38f) refuse(fmt::format("loss_scale is {}; it must be finite and above 0", how.loss_scale), "loss_scale");
+  s.taught.reset();
+  std::vector<Codec> up = s.chosen(s.up_learning, step, how), down = s.chosen(s.down_learning, step, how);
+  if (up != s.job.up || down != s.job.down) {
+    s.job.up = std::move(up);
+    s.job.down = std::move(down);
+    ++s.epoch;
+  }
+  s.step = step;
+  s.how = how;
+}
+
+void RelayModel::end() {
+  State& s = *state_;
+  s.check_open("end");
+  const uint64_t step = *s.step;
+  const bool teaches = !s.how.exact && (s.up_learning.evidence_bytes(step, false) || s.down_learning.evidence_bytes(step, false));
+  const bool bad = teaches && s.verdict.bad();  // on a GPU this waits: only where there is something to learn
+  s.feedback.decide(step, s.verdict, s.options.reduce.device);
+  s.verdict.close(s.options.reduce.device);
+  s.step.reset();
+  if (!teaches) return;
+  s.taught = step;
+  if (!bad) return;
+  std::vector<std::byte> nothing(evidence_bytes());  // a step that is skipped teaches nothing
+  take_evidence(nothing);
+  s.taught.reset();
+}
+
+void RelayModel::give_up() {
+  State& s = *state_;
+  if (!s.step) return;
+  s.feedback.rollback(*s.step);
+  s.verdict.close(s.options.reduce.device);
+  s.taught = s.step;
+  std::vector<std::byte> nothing(s.how.exact ? 0 : evidence_bytes());
+  if (!nothing.empty()) take_evidence(nothing);
+  s.taught.reset();
+  s.step.reset();
+}
+
+size_t RelayModel::evidence_bytes() const {
+  const State& s = *state_;
+  if (!s.taught) return 0;
+  return (s.has_up() ? s.up_learning.evidence_bytes(*s.taught, false) : 0) + (s.has_down() ? s.down_learning.evidence_bytes(*s.taught, false) : 0);
+}
+
+void RelayModel::take_evidence(std::span<std::byte> out) {
+  State& s = *state_;
+  if (!s.taught || out.size() != evidence_bytes()) refuse(fmt::format("evidence has {} bytes; there are {}", evidence_bytes(), out.size()), "out");
+  const size_t up = s.has_up() ? s.up_learning.evidence_bytes(*s.taught, false) : 0;
+  if (s.has_up()) s.up_learning.take_evidence(*s.taught, false, out.first(up));
+  if (s.has_down()) s.down_learning.take_evidence(*s.taught, false, out.subspan(up));
+}
+
+void RelayModel::learn(std::span<const std::byte> all_ranks) {
+  State& s = *state_;
+  const size_t bytes = evidence_bytes(), world = static_cast<size_t>(s.options.world);
+  if (!s.taught || all_ranks.size() != bytes * world) refuse(fmt::format("the evidence of {} ranks has {} bytes; got {}", world, bytes * world, all_ranks.size()), "all_ranks");
+  const size_t up = s.has_up() ? s.up_learning.evidence_bytes(*s.taught, false) : 0;
+  std::vector<std::span<const std::byte>> ups, downs;
+  for (size_t rank = 0; rank < world; ++rank) {
+    const auto own = all_ranks.subspan(rank * bytes, bytes);
+    ups.push_back(own.first(up));
+    downs.push_back(own.subspan(up));
+  }
+  if (s.has_up()) s.up_learning.learn(*s.taught, false, ups);
+  if (s.has_down()) s.down_learning.learn(*s.taught, false, downs);
+  s.taught.reset();
+  s.keep();
+}
+
+void RelayModel::exempt(size_t tensor) {
+  State& s = *state_;
+  if (tensor >= s.exempt.size()) refuse(fmt::format("tensor is {}; there are {}", tensor, s.exempt.size()), "tensor");
+  s.exempt[tensor] = true;
+  s.up_learning.release(tensor);
+  s.down_learning.release(tensor);
+}
+
+std::vector<Codec> RelayModel::codecs(Side side) const { return side == Side::up ? state_->job.up : state_->job.down; }
+ErrorFeedback& RelayModel::feedback() { return state_->feedback; }
+const std::vector<NamedTensor>& RelayModel::tensors() const { return state_->job.tensors; }
+uint64_t RelayModel::skipped() const { return state_->verdict.skipped(); }
+
+void RelayModel::restore(ErrorFeedback&& state) {
+  State& s = *state_;
+  give_up();
+  s.taught.reset();
+  s.feedback = std::move(state);
+  s.up_learning.restore(s.feedback);
+  s.down_learning.restore(s.feedback);
+  s.keep();
+}
+
+struct Relay::State {
+  State(RelayModel::State& m, std::vector<size_t> list, const Device& d) : model(m), tensors(std::move(list)), device(d), memory(memory_of(d)) {
+    const Job& job = m.job;
+    std::set<size_t> distinct(tensors.begin(), tensors.end());
+    if (distinct.size() != tensors.size() || (!distinct.empty() && *distinct.rbegin() >= job.tensors.size()))
+      refuse("tensors of a relay are distinct indices of the model's list", "tensors");
+    const int world = m.options.world;
+    const Seat seat{m.options.rank, world};
+    ShardLists lists(static_cast<size_t>(world)), all(1);
+    for (const Shard& shard : m.options.kind == Kind::all_reduce ? shards(job.tensors, world) : job.whole()) {
+      if (!distinct.contains(shard.tensor)) continue;
+      const int owner = m.options.kind == Kind::all_reduce ? shard.owner : static_cast<int>(shard.tensor % static_cast<size_t>(world));
+      lists[static_cast<size_t>(owner)].push_back(shard);
+    }
+    for (size_t tensor : distinct)
+      if (job.tensors[tensor].count > 0) all[0].push_back({tensor, 0, job.tensors[tensor].count, 0});
+    if (m.has_up()) up.emplace(job, seat, device, m.scatter ? lists : all);
+    if (m.has_down()) down.emplace(job, seat, device, lists, m.options.kind == Kind::all_reduce);
+    staging = std::make_unique<Staging>(memory, true);
+    if (up) make_scratch();
+    measure();
+    epoch = m.epoch;
+  }
+
+  // Sums are f32; where they cannot stand in the outputs they stand here.
+  void make_scratch() {
+    const auto in_output = [&](const Shard& shard) {
+      return model.options.kind == Kind::reduce_scatter || !model.scatter ? model.job.tensors[shard.tensor].dtype == DType::f32 : false;
+    };
+    uint64_t floats = 0;
+    std::vector<uint64_t> offsets;
+    for (const Shard& shard : up->mine()) {
+      offsets.push_back(floats);
+      if (!in_output(shard)) floats += (shard.count + 15) / 16 * 16;
+    }
+    scratch = std::make_unique<Block>(memory, Block::Place::device, floats * sizeof(float));
+    for (size_t i = 0; i < offsets.size(); ++i) in_scratch.push_back(in_output(up->mine()[i]) ? nullptr : scratch->floats() + offsets[i]);
+  }
+
+  void measure() {
+    if (up) {
+      sent = up->written();
+      if (sent.size() == 1) sent.resize(static_cast<size_t>(model.options.world), sent[0]);  // gather: one for everybody
+      received.assign(static_cast<size_t>(model.options.world), up->read());
+      send_slots = slots_of(sent);
+      recv_slots = slots_of(received);
+    }
+    if (down) {
+      downs = down->read();
+      down_slots = slots_of(downs);
+    }
+  }
+
+  uint64_t step() const {
+    model.check_open("relay");
+    return *model.step;
+  }
+
+  // Pointers by the model's list, from those by this relay's.
+  template <class Pointer>
+  std::vector<Pointer> spread(std::span<const Pointer> own, const char* what) const {
+    if (own.size() != tensors.size()) refuse(fmt::format("{} has {} pointers; the relay has {} tensors", what, own.size(), tensors.size()), what);
+    std::vector<Pointer> all(model.job.tensors.size());
+    for (size_t i = 0; i < own.size(); ++i) {
+      if (!own[i] && model.job.tensors[tensors[i]].count > 0) refuse(fmt::format("{} is null for tensor '{}'", what, model.job.tensors[tensors[i]].name), what);
+      all[tensors[i]] = own[i];
+    }
+    return all;
+  }
+
+  void look(std::span<void* const> out) {
+    std::vector<ResultSpan> results;
+    for (size_t tensor : tensors) results.push_back({out[tensor], model.job.tensors[tensor].count, model.job.tensors[tensor].dtype});
+    model.verdict.look(device, results);
+  }
+
+  Learning* learning(Learning& one) { return model.how.exact ? nullptr : &one; }
+
+  RelayModel::State& model;
+  std::vector<size_t> tensors;
+  Device device;
+  std::shared_ptr<Memory> memory;
+  std::optional<UpCoding> up;
+  std::optional<DownCoding> down;
+  std::unique_ptr<Block> scratch;
+  std::vector<float*> in_scratch;  // per shard of up->mine(); null: summed in the output itself
+  std::vector<size_t> sent, received, downs, send_slots, recv_slots, down_slots;
+  uint64_t epoch;
+  std::unique_ptr<Staging> staging;  // last: it waits before the rest goes
+};
+
+Relay::Relay(RelayModel& model, std::vector<size_t> tensors, const Device& device)
+    : state_(std::make_unique<State>(*model.state_, std::move(tensors), device)) {}
+Relay::~Relay() = default;
+
+void Relay::begin(std::span<const uint8_t> idle) {
+  State& s = *state_;
+  s.model.check_open("relay");
+  if (s.epoch != s.model.epoch) {
+    if (s.up) s.up->recode();
+    if (s.down) s.down->recode();
+    s.measure();
+    s.epoch = s.model.epoch;
+  }
+  std::vector<uint8_t> all;
+  if (!idle.empty()) {
+    if (idle.size() != s.tensors.size()) refuse(fmt::format("idle has {} entries; the relay has {} tensors", idle.size(), s.tensors.size()), "idle");
+    all.resize(s.model.job.tensors.size());
+    for (size_t i = 0; i < idle.size(); ++i) all[s.tensors[i]] = idle[i];
+  }
+  const StepContext context{*s.model.step, &s.model.feedback, s.model.how.loss_scale, all};
+  if (s.up) s.up->begin(context);
+  if (s.down) s.down->begin(context);
+}
+
+const std::vector<size_t>& Relay::up_send() const { return state_->send_slots; }
+const std::vector<size_t>& Relay::up_recv() const { return state_->recv_slots; }
+const std::vector<size_t>& Relay::down_recv() const { return state_->down_slots; }
+
+void Relay::encode_up(std::span<const void* const> in, std::span<std::byte> send) {
+  State& s = *state_;
+  if (!s.up) refuse("an all_gather has no way up", "kind");
+  const std::vector<Bytes> to = cut(send, s.sent, "send");
+  s.up->encode(s.step(), s.spread(in, "in"), to, *s.staging, s.learning(s.model.up_learning));
+  if (s.model.scatter) return;
+  for (size_t p = 1; p < to.size(); ++p) s.memory->copy(to[p].data(), to[0].data(), to[0].size());
+}
+
+void Relay::decode_own(std::span<const std::byte> send, std::span<void* const> out) {
+  State& s = *state_;
+  if (!s.up) refuse("an all_gather has no way up", "kind");
+  s.up->decode_own(s.step(), cut(send, s.sent, "send"), s.spread(out, "out"), *s.staging);
+}
+
+void Relay::decode_up(std::span<const std::byte> recv, std::span<void* const> out) {
+  State& s = *state_;
+  if (!s.up) refuse("an all_gather has no way up", "kind");
+  const bool halfway = s.model.options.kind == Kind::all_reduce && s.model.scatter;  // the results come with decode_down
+  const std::vector<Shard>& mine = s.up->mine();
+  std::vector<void*> to(mine.size());
+  if (!halfway) {
+    if (s.model.scatter) {  // the halves: one pointer for each of this rank's tensors
+      if (out.size() != mine.size()) refuse(fmt::format("out has {} pointers; this rank has {} tensors", out.size(), mine.size()), "out");
+      to.assign(out.begin(), out.end());
+    } else {
+      to = locate(s.model.job, mine, std::span<void* const>(s.spread(out, "out")));
+    }
+  }
+  std::vector<float*> sums = s.in_scratch;
+  std::vector<SumSpan> spans;
+  for (size_t i = 0; i < sums.size(); ++i) {
+    if (!sums[i]) sums[i] = static_cast<float*>(to[i]);
+    spans.push_back({sums[i], mine[i].count});
+  }
+  s.up->decode(s.step(), cut(recv, s.received, "recv"), sums, *s.staging);
+  const bool mean = s.model.job.options.op == ReduceOptions::Op::mean;
+  if (mean && s.model.options.world > 1) divide(s.device, spans, static_cast<float>(s.model.options.world));
+  s.up->poll();
+  if (halfway) return;
+  std::vector<NarrowSpan> narrowed;
+  std::vector<ResultSpan> results;
+  for (size_t i = 0; i < mine.size(); ++i) {
+    const DType dtype = s.model.job.tensors[mine[i].tensor].dtype;
+    if (s.in_scratch[i]) narrowed.push_back({sums[i], to[i], mine[i].count, dtype});
+    results.push_back({to[i], mine[i].count, dtype});
+  }
+  narrow(s.device, narrowed);
+  s.model.verdict.look(s.device, results);
+}
+
+void Relay::encode_down(std::span<std::byte> mine, std::span<const void* const> values) {
+  State& s = *state_;
+  if (!s.down) refuse("there is no way down: reduce_scatter and gather end with decode_up", "kind");
+  const size_t bytes = s.downs[static_cast<size_t>(s.model.options.rank)];
+  if (mine.size() != slot_of(bytes)) refuse(fmt::format("mine has {} bytes; the slot has {}", mine.size(), slot_of(bytes)), "mine");
+  std::vector<const void*> from(s.in_scratch.begin(), s.in_scratch.end());
+  if (s.model.options.kind == Kind::all_gather) {
+    from.assign(values.begin(), values.end());
+    if (from.size() != s.down->mine().size())
+      refuse(fmt::format("values has {} pointers; this rank has {} tensors", from.size(), s.down->mine().size()), "values");
+  }
+  s.down->encode(s.step(), from, mine.first(bytes), *s.staging, s.learning(s.model.down_learning));
+}
+
+void Relay::decode_down(std::span<const std::byte> recv, std::span<void* const> out) {
+  State& s = *state_;
+  if (!s.down) refuse("there is no way down: reduce_scatter and gather end with decode_up", "kind");
+  const std::vector<void*> all = s.spread(out, "out");
+  s.down->decode(s.step(), cut(recv, s.downs, "recv"), all, *s.staging);
+  s.down->poll();
+  s.look(all);
+}
+
+uint64_t Relay::bytes() const { return state_->scratch ? state_->scratch->held() : 0; }
+
+}  // namespace gradwire
