@@ -13,7 +13,6 @@ Each appends its rows when it is done; with --dry-run they are only shown. GRADW
 
 import argparse
 import csv
-import datetime
 import json
 import os
 import resource
@@ -27,34 +26,8 @@ import time
 import urllib.request
 from pathlib import Path
 
-BENCH = Path(__file__).resolve().parent
-PROGRAM = os.environ.get("GRADWIRE_BIN", str(BENCH.parent / "build/bin/gradwire"))
-
-
-def load_note():
-    return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-
-
-class Rows:
-    """Rows that are shown as they come and appended at the end."""
-
-    def __init__(self):
-        doctor = json.loads(subprocess.run([PROGRAM, "doctor", "--json"], stdout=subprocess.PIPE, check=True).stdout)
-        self.machine = f"{doctor['cpu']}, {doctor['cores']} cores, {doctor['simd_chosen']}"
-        self.rows = []
-
-    def add(self, command, metric, value, unit, target="", note=""):
-        met = ""
-        if target:
-            relation, bound = target.split()
-            met = "yes" if (value >= float(bound) if relation == ">=" else value <= float(bound)) else "no"
-        date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M")
-        self.rows.append([date, self.machine, "cpu", command, metric, f"{value:.6g}", unit, target, met, note])
-        print("  {:<32} {:>12} {:<8} {:<10} {:<4} {}".format(*self.rows[-1][4:]), file=sys.stderr, flush=True)
-
-    def append(self, dry):
-        with sys.stdout if dry else open(BENCH / "results.csv", "a", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(self.rows)
+from netns import Network, refuse_without_means
+from rows import BENCH, PROGRAM, Rows, load_note
 
 
 # Accuracy.
@@ -266,50 +239,8 @@ PORT, WATCH, PLAIN = 7070, 7071, 7072
 SERVER = "10.77.0.1"
 
 
-def tool(*words):
-    subprocess.run(words, check=True, timeout=30)
-
-
-class Network:
-    """A server and four workers, each in a namespace of its own, on a bridge in yet another; every link is shaped at both ends."""
-
-    def __init__(self, rate):
-        self.tag = f"gw{os.getpid()}"
-        self.names = [f"{self.tag}n{i}" for i in range(5)]
-        self.bridge = f"{self.tag}b"
-        self.rate = rate
-
-    def __enter__(self):
-        try:
-            for name in [self.bridge, *self.names]:
-                tool("ip", "netns", "add", name)
-            self.run(self.bridge, "ip", "link", "add", "br0", "type", "bridge")
-            self.run(self.bridge, "ip", "link", "set", "br0", "up")
-            for i, name in enumerate(self.names):
-                self.run(self.bridge, "ip", "link", "add", f"p{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
-                self.run(self.bridge, "ip", "link", "set", f"p{i}", "master", "br0", "up")
-                self.run(name, "ip", "address", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
-                for device in "lo", "eth0":
-                    self.run(name, "ip", "link", "set", device, "up")
-                for where, device in (self.bridge, f"p{i}"), (name, "eth0"):
-                    self.run(where, "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", self.rate, "burst", "32kb", "latency", "50ms")
-            return self
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_):
-        for name in [*self.names, self.bridge]:
-            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, timeout=30)
-
-    def where(self, node):
-        return ["ip", "netns", "exec", node if isinstance(node, str) else self.names[node]]
-
-    def run(self, node, *words):
-        tool(*self.where(node), *words)
-
-    def helper(self, node, *words):
-        return subprocess.Popen([*self.where(node), sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True)
+def helper(network, node, *words):
+    return subprocess.Popen([*network.where(node), sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True)
 
 
 def inside_plain(direction, megabytes):
@@ -364,11 +295,11 @@ def inside_watch():
 
 def plain_rate(network, direction, megabytes=20):
     """Bytes per second that four plain TCP streams together get over the server's link."""
-    server = network.helper(0, "inside-plain", "--direction", direction, "--megabytes", str(megabytes))
+    server = helper(network, 0, "inside-plain", "--direction", direction, "--megabytes", str(megabytes))
     peers = []
     try:
         server.stdout.readline()
-        peers = [network.helper(i, "inside-peer", "--direction", direction, "--megabytes", str(megabytes)) for i in range(1, 5)]
+        peers = [helper(network, i, "inside-peer", "--direction", direction, "--megabytes", str(megabytes)) for i in range(1, 5)]
         for peer in [server, *peers]:
             peer.wait(120)
         clocks = [json.loads(end.stdout.read()) for end in ([server] if direction == "up" else peers)]
@@ -384,7 +315,7 @@ def over_link(network, elements, steps, up, down, send, pause=0.0):
     try:
         server, _ = listening(["--listen", f"{SERVER}:{PORT}", "--watch", f"127.0.0.1:{WATCH}", "--min-workers", "4", "--deadline", "600", "--insecure"], network.where(0))
         processes.append(server)
-        watch = network.helper(0, "inside-watch")
+        watch = helper(network, 0, "inside-watch")
         processes.append(watch)
         lines = []
         reader = threading.Thread(target=lambda: lines.extend(json.loads(line) for line in watch.stdout), daemon=True)
@@ -433,7 +364,8 @@ def socket_rows(rows, network):
 
 def link(options):
     rows = Rows()
-    with Network(options.rate) as network:
+    refuse_without_means("server.py")
+    with Network(5, options.rate) as network:  # the server is node 0
         plain = {}
         for way in "up", "down":
             plain[way] = plain_rate(network, way)

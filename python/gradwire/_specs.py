@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan is made of, and what a message is stamped with: checked here, where a wrong value can still be named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Union
+
+from . import _arrays, _core
+from ._errors import UsageError
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of a plan; a tuple in this order does as well. `first` is for a piece of a larger one: the index of its
+    first element there."""
+
+    name: str
+    count: int
+    dtype: Any = "float32"
+    codec: Union[str, _core.Codec] = "fp32"
+    first: int = 0
+
+
+class Stamp(NamedTuple):
+    """What a message must say of itself to be the one that is expected."""
+
+    step: int = 0
+    stage: int = 0
+    rank: int = 0
+    world: int = 1
+
+
+def codec_of(spec: Any) -> _core.Codec:
+    if isinstance(spec, _core.Codec):
+        return spec
+    if not isinstance(spec, str):
+        raise UsageError(
+            f"codec is of type {type(spec).__name__}; allowed are a string such as 'qsgd:bits=4' and a gradwire.Codec",
+            field="codec",
+        )
+    return _core.Codec(spec)
+
+
+def stamp_of(seed: int, step: int, stage: int, rank: int, world: int) -> _core.Stamp:
+    world = _arrays.whole(world, "world", 2**32 - 1)
+    if world == 0:
+        raise UsageError("world is 0; allowed is an integer from 1 on", field="world")
+    return _core.Stamp(
+        _arrays.whole(seed, "seed"),
+        _arrays.whole(step, "step"),
+        _arrays.whole(stage, "stage", 2**32 - 1),
+        _arrays.whole(rank, "rank", world - 1),
+        world,
+    )
+
+
+def core_spec(entry: Any) -> _core.TensorSpec:
+    if isinstance(entry, _core.TensorSpec):
+        return entry
+    if not isinstance(entry, TensorSpec) and not (isinstance(entry, (list, tuple)) and 2 <= len(entry) <= 5):
+        raise UsageError(
+            f"a tensor of the plan is {entry!r}; expected (name, count, dtype, codec, first)", field="tensors"
+        )
+    spec = entry if isinstance(entry, TensorSpec) else TensorSpec(*entry)
+    if not isinstance(spec.name, str):
+        raise UsageError(f"name is {spec.name!r}; allowed is a string", field="name")
+    return _core.TensorSpec(
+        spec.name,
+        _arrays.whole(spec.count, "count", 2**40),
+        _arrays.dtype_name(spec.dtype),
+        codec_of(spec.codec),
+        _arrays.whole(spec.first, "first", 2**40),
+    )

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The DDP hook. DDP hands over buckets of gradients in the order of back-propagation; each leaves compressed while the rest
+is still being computed. Residuals go by parameter name: DDP rebuilds its buckets after the first step, and a resumed
+job starts on other buckets, and neither loses anything.
+"""
+
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with its own types.
+
+import threading
+from datetime import timedelta
+from typing import Any, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import _core
+from .._errors import UnsupportedError, UsageError
+from . import _state
+from ._agree import Terms, agreed
+from ._carrier import Carrier, Parcel
+from ._meters import Meters
+from ._passage import Relayed, Times, core_device
+
+_PIECE = 1 << 20  # elements
+_DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+def compress(
+    ddp: DistributedDataParallel,
+    codec: str,
+    *,
+    down: str | None = None,
+    method: str = "scatter",
+    feedback: bool | None = None,
+    owner_feedback: bool = True,
+    residual: torch.dtype = torch.float32,
+    min_elements: int = 1024,
+    warmup: int = 0,
+    scaler: "torch.amp.GradScaler | None" = None,
+    seed: int = 0,
+    measure_every: int = 0,
+    guard: float | None = None,
+    threads: int | None = None,
+    timeout: timedelta | float | None = None,
+) -> "Hook":
+    """Compresses the gradients that `ddp` sends; returns the hook, which holds the state. Collective: all ranks call it.
+
+    codec: a codec ("optquant:bits=4"; `python -m gradwire codecs` lists them), which then leaves parameters with one
+        dimension, or fewer than `min_elements` elements, as they are; or rules, which decide for every parameter by the
+        first that matches: "*.bias=fp32;1d=fp32;<1024=fp32;head.*=qsgd:bits=8;*=optquant:bits=4".
+        "fp32" hands over to the process group's own all_reduce: the bits of plain DDP.
+    down: codec or rules of the way back; by default as up, rounded to nearest.
+    method: "scatter" (each rank adds up a share and sends it on, bytes do not grow with the world) or "gather"
+        (everybody gets everybody's message: what the papers do).
+    feedback: whether what compression leaves out is added to the next step's gradient. None: where the codec wants it.
+    owner_feedback: the same for the way back.
+    residual: torch.float32 or torch.bfloat16, what residuals are kept in.
+    warmup: so many first steps go uncompressed.
+    scaler: the GradScaler, if there is one: residuals are kept without its scale, and a step that it will skip
+        changes nothing.
+    measure_every: every so many steps the relative error of each parameter is measured: hook.stats()["parameters"].
+    guard: a limit for that error; a parameter that passes it on any rank goes uncompressed from then on, with a
+        warning. Sets measure_every to 50 where that is 0.
+    threads: of the processor, for encoding; default torch.get_num_threads().
+    timeout: seconds, of our own process groups; default as the group of `ddp`.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise UsageError(f"ddp is a {type(ddp).__name__}; expected a DistributedDataParallel", field="ddp")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    options = dict(
+        down=down, method=method, feedback=feedback, owner_feedback=owner_feedback, residual=residual, min_elements=min_elements, warmup=warmup, seed=seed,
+        measure_every=measure_every or (50 if guard is not None else 0), guard=guard,
+    )  # fmt: skip
+    group: dist.ProcessGroup = ddp.process_group
+    hook = agreed(group, lambda: Hook._prepare(ddp, codec, scaler, threads or torch.get_num_threads(), options))
+    hook._connect(timeout)
+    ddp.register_comm_hook(None, hook._comm_hook)
+    return hook
+
+
+def _named_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """By the names of the model itself, whether it is compiled or not."""
+    named: dict[str, torch.nn.Parameter] = {}
+    for name, parameter in ddp.module.named_parameters():
+        if not parameter.requires_grad or name in ddp.parameters_to_ignore:
+            continue
+        name = name.replace("_orig_mod.", "")
+        if parameter.dtype not in _DTYPES:
+            raise UnsupportedError(f"parameter '{name}' is {str(parameter.dtype)[6:]}; allowed are float32, float16 and bfloat16", field="dtype")
+        named[name] = parameter
+    if not named:
+        raise UsageError("the model has no parameter that needs a gradient", field="ddp")
+    return named
+
+
+def full_rules(codec: str, min_elements: int) -> str:
+    """A plain codec with the parameters that are not worth it left out; rules as they are."""
+    if not isinstance(codec, str):
+        raise UsageError(f"codec is a {type(codec).__name__}; expected a string like 'optquant:bits=4'", field="codec")
+    if ";" in codec or codec.strip().startswith("*="):
+        return str(_core.Rules(codec))
+    small = f"<{min_elements}=fp32;" if min_elements > 0 else ""
+    return f"1d=fp32;{small}*={_core.Codec(codec)}"
+
+
+def _one_device(parameters: Mapping[str, torch.Tensor]) -> torch.device:
+    devices = {name: parameter.device for name, parameter in parameters.items()}
+    first = next(iter(devices.values()))
+    for name, device in devices.items():
+        if device != first:
+            raise UnsupportedError(f"parameter '{name}' is on {device}, others are on {first}; a model must be on one device", field="device")
+    if first.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"the model is on {first}; allowed are cpu and cuda", field="device")
+    if first.type == "cuda" and not _core.cuda_devices():
+        raise UnsupportedError(f"the model is on {first}, but the CUDA part of gradwire: {_core.cuda_description()}", field="device")
+    return first
+
+
+class Hook:
+    """What `compress` returns: the state of a model's compression. Not made by hand."""
+
+    def __init__(self) -> None:
+        self.codec = ""  # rules, as text
+        self.step = 0  # steps taken
+        self._loss_scale: float | None = None
+        self._rate = 0.0
+
+    @classmethod
+    def _prepare(cls, ddp: DistributedDataParallel, codec: str, scaler: Any, threads: int, options: dict[str, Any]) -> tuple["Hook", Terms]:
+        self = cls()
+        self._ddp, self._scaler, self._threads, self._options = ddp, scaler, threads, options
+        named = _named_parameters(ddp)
+        self._names = list(named)
+        self._parameters = list(named.values())
+        self._index = {id(parameter): i for i, parameter in enumerate(self._parameters)}
+        self._device = _one_device(named)
+        self.codec = full_rules(codec, options["min_elements"])
+        rules = _core.Rules(self.codec)
+        group = ddp.process_group
+        self._plain = options["down"] is None and all(
+            str(rules.codec_for(name, p.dim(), p.numel())) == "fp32" for name, p in named.items()
+        )
+        if options["residual"] not in (torch.float32, torch.bfloat16):
+            raise UsageError(f"residual is {options['residual']}; allowed are torch.float32 and torch.bfloat16", field="residual")
+        if options["warmup"] < 0 or options["measure_every"] < 0:
+            raise UsageError("warmup and measure_every are numbers of steps; they cannot be negative", field="warmup")
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        feedback = options["feedback"]
+        self._model = _core.RelayModel(
+            [(name, p.numel(), _DTYPES[p.dtype], p.dim()) for name, p in named.items()],
+            method=options["method"],
+            up=self.codec,
+            down="" if options["down"] is None else full_rules(options["down"], options["min_elements"]),
+            feedback="codec" if feedback is None else "on" if feedback else "off",
+            owner_feedback="on" if options["owner_feedback"] else "off",
+            residual=_DTYPES[options["residual"]],
+            seed=options["seed"],
+            rank=dist.get_rank(group),
+            world=dist.get_world_size(group),
+            device=core_device(self._device, self._stream, threads),
+        )
+        terms = [(field, text) for field, text in self._model.terms()]
+        terms += [(name, str(options[name])) for name in ("warmup", "measure_every", "guard")]
+        terms.append(("device", self._device.type))
+        terms += [("strides", f"{name}: {tuple(p.stride())}") for name, p in named.items()]
+        return self, terms
+
+    def _connect(self, timeout: timedelta | None) -> None:
+        self._group: dist.ProcessGroup = self._ddp.process_group
+        self._world = dist.get_world_size(self._group)
+        self._carrier = Carrier.of(self._group, self._device, timeout)
+        self._pieces: dict[tuple[int, ...], _Piece] = {}
+        self._times = Times()
+        self._meters = Meters(self._names, [p.numel() for p in self._parameters], self._options["measure_every"], self._options["guard"])
+        self._lock = threading.Lock()  # between a step's end and whoever asks for the state
+
+    # One step.
+
+    def _comm_hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        if buffer.layout != torch.strided:
+            raise UnsupportedError("sparse gradients cannot be compressed; use sparse=False, or leave the parameter to DDP with parameters_to_ignore", field="layout")
+        if self._plain:
+            return self._all_reduce(bucket)
+        self._carrier.check()
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self._device] if self._stream else None)
+        result = done.then(lambda future: future.value())  # which raises in a way that DDP understands
+        tensors = tuple(self._index[id(parameter)] for parameter in bucket.parameters())
+        gradients = bucket.gradients()
+        cuts = self._cuts(tensors)
+        if bucket.index() == 0 and tensors[: cuts[0]] not in self._pieces:
+            self._pieces.clear()  # DDP has rebuilt its buckets
+        for first, end in zip([0, *cuts], cuts):
+            piece = self._pieces.setdefault(tensors[first:end], _Piece(self, list(tensors[first:end])))
+            piece.take(buffer, gradients[first:end], bucket.index() == 0 and first == 0, bucket.is_last() and end == len(tensors))
+            piece.future = done if end == len(tensors) else None
+            self._carrier.carry(piece)
+        return result
+
+    def _cuts(self, tensors: tuple[int, ...]) -> list[int]:
+        """Where a bucket is cut in pieces, which follow each other on the link: while one is on its way the next is
+        encoded. On streams a bucket is large enough to be worth its launches, and small enough for the same."""
+        cuts, elements = [], 0
+        for i, tensor in enumerate(tensors):
+            elements += self._parameters[tensor].numel()
+            if i + 1 == len(tensors) or (elements >= _PIECE and not self._carrier.on_streams):
+                cuts.append(i + 1)
+                elements = 0
+        return cuts
+
+    def _all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        # As DDP itself does it: by the reciprocal, before the sum.
+        buffer = bucket.buffer().mul_(1.0 / self._world)
+        self._meters.sent(8 * buffer.numel() * (self._world - 1) // self._world)
+        if bucket.is_last():
+            self.step += 1
+            self._meters.step_done()
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def _scale(self) -> float:
+        if self._loss_scale is not None:
+            return self._loss_scale
+        if self._scaler is None or not self._scaler.is_enabled():
+            return 1.0
+        return float(self._scaler.get_scale())
+
+    def _begin(self, loss_scale: float) -> None:
+        """At the first bucket, in the thread that encodes."""
+        if self._stream is not None:
+            for piece in self._pieces.values():
+                piece.come_after(self._stream)
+        self._model.begin(self.step, loss_scale=loss_scale, rate=self._rate, exact=self.step < self._options["warmup"])
+
+    def _end(self, used: Sequence["_Piece"]) -> None:
+        """After the last bucket, in the thread that decodes."""
+        if self._stream is not None:
+            for piece in self._pieces.values():
+                self._stream.wait_stream(piece.stream)
+        with self._lock:
+            self._model.end()
+            evidence = self._model.evidence()
+            if evidence is not None:
+                self._model.learn(self._carrier.gather(evidence))
+            self._meters.sent(sum(piece.sent for piece in used))
+            for exempt in self._meters.step_done(self._carrier):
+                self._model.exempt(exempt)
+            self.step += 1
+
+    # For the user.
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the steps to come, for codecs that follow it (fft:schedule=rate)."""
+        self._rate = float(rate)
+
+    def set_loss_scale(self, scale: float | None) -> None:
+        """What gradients are multiplied by, where there is no GradScaler to ask; None: ask it again."""
+        self._loss_scale = scale
+
+    def residual_hash(self) -> int:
+        """Of all residuals and all that was learned, on this rank: two equal states have equal hashes."""
+        self._settle()
+        return self._model.hash()
+
+    def stats(self) -> dict[str, Any]:
+        """Where bits, bytes and seconds went, on this rank.
+
+        steps; skipped (not finite); bits (per element, up); bytes (to other ranks, last step); ratio (of what an fp32
+        all-reduce sends); seconds (encode, decode: of the processor, or by the clock where a GPU works; wait); residual_bytes;
+        exempt (names); parameters: name -> codec, elements, bits, error (relative, of what was sent, where measured).
+        """
+        self._settle()
+        up = self._model.codecs("up")
+        skipped = self._model.skipped()
+        return self._meters.report(self.step, skipped, up, self._world, self._times, self._model.residual_bytes())
+
+    def log(self, writer: Any, step: int | None = None, prefix: str = "gradwire") -> None:
+        """Writes the numbers of `stats` as scalars to a TensorBoard SummaryWriter, or anything with add_scalar."""
+        self._meters.log(self.stats(), writer, self.step if step is None else step, prefix)
+
+    def state_dict(self, *, gather: str | None = None) -> dict[str, Any]:
+        """What must survive: residuals by parameter name, what was learned, the step.
+
+        None: this rank's own; save it on every rank. "all": every rank's, on rank 0 (others get {}); collective.
+        "debt": the same debt in the size of one model, on rank 0; collective. It resumes as if on another world: nothing is
+        lost, but the steps are not the same bit for bit.
+        """
+        self._settle()
+        return _state.save(self, gather)
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Goes on from a state: this rank's own, or one that holds all ranks', or a list of the ranks' states. In a world
+        of another size all ranks' are needed: the debt is kept. Collective."""
+        self._settle()
+        _state.load(self, state)
+
+    def _settle(self) -> None:
+        self._carrier.check()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class _Piece(Relayed):
+    """One of DDP's buckets, or a part of it, on its way."""
+
+    def __init__(self, hook: Hook, tensors: list[int]) -> None:
+        super().__init__(hook._model, tensors, hook._carrier, hook._device, hook._threads, hook._times)
+        self.hook = hook
+        self.future: "torch.futures.Future[torch.Tensor] | None" = None
+
+    def take(self, buffer: torch.Tensor, gradients: list[torch.Tensor], first: bool, last: bool) -> None:
+        self.buffer, self.gradients, self.first, self.last = buffer, gradients, first, last
+        self.pointers = [gradient.data_ptr() for gradient in gradients]
+        self.loss_scale = self.hook._scale() if first else 1.0
+        self.sent = 0
+        if self.stream is not None:
+            self.come_after(torch.cuda.current_stream(self.device))
+
+    def start(self) -> Parcel:
+        if self.first:
+            self.hook._used = []
+            self.hook._begin(self.loss_scale)
+        self.hook._used.append(self)
+        with self.on_stream():
+            with self.spell("encode", "up"):
+                self.relay.begin(self._idle())
+                send, slots, answers = self.encode_up(self.pointers)
+                self.hook._meters.look(self, send)
+            return self.parcel("up", send, slots, answers)
+
+    def _idle(self) -> list[int]:
+        """With find_unused_parameters, which parameters no rank has used: DDP will drop their result, so their debt must not
+        be in it. Costs a small all_reduce a bucket, as DDP's own search does."""
+        ddp = self.hook._ddp
+        if not ddp.find_unused_parameters or ddp.static_graph:
+            return []
+        used = torch.stack([gradient.count_nonzero() for gradient in self.gradients]).clamp_(max=1).to(torch.uint8)
+        return [1 - flag for flag in self.carrier.any(used)]
+
+    def middle(self, received: torch.Tensor) -> Parcel | None:
+        with self.on_stream():
+            with self.spell("decode", "down"):
+                here = self.arrived("up", received)
+                if not self.relay.down_recv:  # gather
+                    self.relay.decode_up(here.data_ptr(), here.numel(), self.pointers)
+                    return None
+                self.relay.decode_up(here.data_ptr(), here.numel())
+            with self.spell("encode", "down"):
+                send, slots, answers = self.encode_down([])
+            return self.parcel("down", send, slots, answers)
+
+    def finish(self, received: torch.Tensor | None) -> None:
+        with self.on_stream():
+            if received is not None:
+                with self.spell("decode", "end"):
+                    here = self.arrived("down", received)
+                    self.relay.decode_down(here.data_ptr(), here.numel(), self.pointers)
+            if self.last:
+                self.hook._end(self.hook._used)
+            if self.future is not None:
+                self.future.set_result(self.buffer)
+
+    def fail(self, error: BaseException) -> None:
+        if self.future is not None:
+            self.future.set_exception(error)  # type: ignore[arg-type]

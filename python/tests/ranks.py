@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks for tests: processes that stay, because importing torch takes seconds. Six of them, with a Gloo group for every world
+from 1 to 6; a test names a function of its own file, and every rank of the world runs it.
+
+    ranks.run(4, some_function, "argument")   -> [result of rank 0, ...]
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any, Callable
+
+LARGEST = 6
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Rank:
+    """What a function on a rank is given."""
+
+    def __init__(self, rank: int, world: int, group: Any) -> None:
+        self.rank, self.world, self.group = rank, world, group
+
+
+def _serve(pipe: Connection, rank: int, processes: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    sys.path.insert(0, folder)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=processes)
+    groups = {world: dist.new_group(list(range(world))) for world in range(1, processes + 1)}
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        module, name, world, arguments = task
+        try:
+            function = getattr(importlib.import_module(module), name)
+            pipe.send((True, function(Rank(rank, world, groups[world]), *arguments)))
+        except BaseException as error:
+            pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+
+
+class RankError(AssertionError):
+    def __init__(self, errors: dict[int, tuple[str, str, str]]) -> None:
+        super().__init__("\n".join(f"rank {rank}: {trace}" for rank, (_, _, trace) in errors.items()))
+        self.errors = {rank: (kind, words) for rank, (kind, words, _) in errors.items()}
+
+
+class Ranks:
+    def __init__(self, processes: int = LARGEST) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(processes):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, processes, port, os.path.dirname(__file__)), daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def start(self, world: int, function: Callable[..., Any], *arguments: Any) -> None:
+        for pipe in self.pipes[:world]:
+            pipe.send((function.__module__, function.__name__, world, arguments))
+
+    def results(self, world: int, timeout: float = 120) -> list[tuple[bool, Any]]:
+        """(whether it succeeded, result or error) of every rank that still answers."""
+        outcomes = []
+        for rank, pipe in enumerate(self.pipes[:world]):
+            try:
+                if not pipe.poll(timeout):
+                    raise TimeoutError(f"rank {rank} did not answer in {timeout} s")
+                outcomes.append(pipe.recv())
+            except EOFError:
+                outcomes.append((False, ("EOFError", "the process is gone", "")))
+        return outcomes
+
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+        self.start(world, function, *arguments)
+        outcomes = self.results(world, timeout)
+        errors = {rank: value for rank, (fine, value) in enumerate(outcomes) if not fine}
+        if errors:
+            raise RankError(errors)
+        return [value for _, value in outcomes]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples as a user starts them: torchrun, two ranks, a few steps on made-up images and on the project's own pages. What they print last with
+--json is what is asserted on. A training that is interrupted and resumed must end where the uninterrupted one does, bit for bit.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("this torch has no Gloo", allow_module_level=True)
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CODEC = "optquant:bits=4"
+
+
+def launch(example, *words, ranks):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(EXAMPLES / example), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd="/", env=environment)
+
+
+def last_line(example, *words, ranks=2):
+    done = launch(example, *words, "--json", ranks=ranks)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def cifar10(*words, ranks=2):
+    return last_line("ddp_cifar10.py", "--synthetic", "--batch", 32, "--steps", 6, *words, ranks=ranks)
+
+
+def gpt(*words):
+    return last_line("ddp_gpt.py", "--layers", 2, "--width", 64, "--context", 64, "--steps", 30, "--lr", 0.01, *words)
+
+
+@pytest.fixture(scope="module")
+def example_module():
+    spec = importlib.util.spec_from_file_location("ddp_cifar10", EXAMPLES / "ddp_cifar10.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_cifar10_without_a_codec_is_plain_ddp():
+    plain = cifar10("--codec", "none", "--epochs", 1)
+    assert plain["bits"] == 32 and plain["world"] == 2 and math.isfinite(plain["loss"])
+
+
+def test_cifar10_resumed_ends_where_the_uninterrupted_training_ends(tmp_path):
+    whole = cifar10("--codec", CODEC, "--epochs", 2)
+    assert 4 <= whole["bits"] < 6  # 4.03, and what is small enough to travel as it is
+    first = cifar10("--codec", CODEC, "--epochs", 2, "--until", 1, "--save", tmp_path / "half.pt")
+    assert first["epoch"] == 1 and first["weights_sum"] != whole["weights_sum"]
+    second = cifar10("--codec", CODEC, "--epochs", 2, "--resume", tmp_path / "half.pt")
+    assert [second[name] for name in ("weights_sum", "loss", "test_accuracy")] == [whole[name] for name in ("weights_sum", "loss", "test_accuracy")]
+    alone = cifar10("--codec", CODEC, "--epochs", 2, "--resume", tmp_path / "half.pt", ranks=1)
+    assert alone["world"] == 1 and alone["loss"] < first["loss"]
+
+
+def test_gpt_learns_with_and_without_a_codec():
+    plain, compressed = gpt("--codec", "none"), gpt("--codec", CODEC)
+    assert compressed["bits"] < 6 and compressed["bytes"] < plain["bytes"] / 4
+    for report in plain, compressed:
+        assert report["held_out_loss"] < 4  # a model that knows nothing is at log(256) = 5.5
+    assert abs(compressed["held_out_loss"] - plain["held_out_loss"]) < 0.3
+
+
+def test_gpt_is_sharded_with_gradients_and_weights_compressed():
+    report = gpt("--fsdp", "--codec", "qsgd:bits=4", "--weights", "unigrid:bits=8")
+    assert report["held_out_loss"] < 4
+
+
+def test_an_example_without_torchrun_says_how_to_start_it():
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run([sys.executable, EXAMPLES / "ddp_gpt.py"], capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 2 and "torchrun" in done.stderr.splitlines()[-1]
+
+
+def batches(count=3):
+    """Six batches of a few images: names, labels and pixels."""
+    draw = torch.Generator().manual_seed(1)
+    for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
+        yield name, torch.randint(10, (count,), generator=draw), torch.randint(256, (count, 3072), generator=draw, dtype=torch.uint8)
+
+
+def test_the_four_forms_of_cifar10_read_alike(example_module, tmp_path):
+    binary, python = tmp_path / "binary", tmp_path / "python"
+    for folder in binary, python:
+        folder.mkdir()
+    for name, labels, pixels in batches():
+        (binary / f"{name}.bin").write_bytes(torch.cat([labels.to(torch.uint8).unsqueeze(1), pixels], 1).numpy().tobytes())
+        (python / name).write_bytes(pickle.dumps({b"data": pixels.numpy(), b"labels": labels.tolist()}, protocol=2))
+    for folder in binary, python:
+        with tarfile.open(f"{folder}.tar.gz", "w:gz") as archive:
+            archive.add(folder, "cifar-10")
+    read = [example_module.cifar10(path) for path in (binary, python, f"{binary}.tar.gz", f"{python}.tar.gz")]
+    (images, labels), (test_images, test_labels) = read[0]
+    assert images.shape == (15, 3, 32, 32) and test_images.shape == (3, 3, 32, 32)
+    wanted = list(batches())
+    assert torch.equal(images[3:6].flatten(1), wanted[1][2]) and torch.equal(test_labels, wanted[5][1])
+    for other in read[1:]:
+        for mine, theirs in zip(read[0], other):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs))
+
+
+def test_a_batch_that_would_run_code_is_refused(example_module):
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("true",)
+
+    with pytest.raises(pickle.UnpicklingError, match="no place in CIFAR-10"):
+        example_module.read_batch("data_batch_1", pickle.dumps({b"data": Evil()}))
+
+
+def test_mirroring_and_moving_keep_the_image(example_module):
+    image = torch.arange(32 * 32).float().view(1, 1, 32, 32).expand(64, 3, 32, 32)
+    moved = example_module.augmented(image, torch.Generator().manual_seed(1))
+    assert moved.shape == image.shape
+    inner = moved[:, 0, 8:24, 8:24]  # no border gets here
+    steps = inner[:, 0, 1] - inner[:, 0, 0]
+    assert set(steps.tolist()) == {1.0, -1.0}  # some mirrored, some not
+    assert torch.equal(inner[:, 1:] - inner[:, :-1], torch.full((64, 15, 16), 32.0))
+    assert len({(one[0, 0].item()) for one in inner}) > 20  # moved differently
