@@ -33,8 +33,9 @@ def machine():
 
 
 class Rows:
-    def __init__(self):
-        self.machine = machine()
+    def __init__(self, device="cpu", machine_name=None):
+        self.machine = machine_name or machine()
+        self.device = device
         self.rows = []
 
     def add(self, command, metric, value, unit, target="", note=""):
@@ -43,7 +44,7 @@ class Rows:
             relation, bound = target.split()
             met = "yes" if (value >= float(bound) if relation == ">=" else value <= float(bound)) else "no"
         date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M")
-        self.rows.append([date, self.machine, "cpu", command, metric, f"{value:.6g}", unit, target, met, note])
+        self.rows.append([date, self.machine, self.device, command, metric, f"{value:.6g}", unit, target, met, note])
         print("  {:<32} {:>12} {:<8} {:<10} {:<4} {}".format(*self.rows[-1][4:]), file=sys.stderr, flush=True)
 
     def append(self, dry):

@@ -124,11 +124,11 @@ def parallel(model, options):
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        asked = {name: spec for name, spec in (("gradients", options.codec), ("weights", options.weights)) if spec != "none"}
-        if not asked:
+        gradients, weights = (None if spec == "none" else spec for spec in (options.codec, options.weights))
+        if gradients is None and weights is None:
             return model, None
         import gradwire.torch as gw
-        return model, gw.compress_fsdp(model, **asked)
+        return model, gw.compress_fsdp(model, gradients=gradients, weights=weights)
     ddp = DDP(model)
     if options.codec == "none":
         return ddp, None

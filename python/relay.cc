@@ -110,10 +110,14 @@ void bind_model(py::module_& module) {
       .def(
           "begin", [](RelayModel& m, uint64_t step, float loss_scale, double rate, bool exact) { m.begin(step, {loss_scale, rate, exact}); }, py::arg("step"),
           py::kw_only(), py::arg("loss_scale") = 1.0f, py::arg("rate") = 0.0, py::arg("exact") = false, Unlocked())
+      .def(
+          "look", [](RelayModel& m, Address values, size_t count) { m.look({reinterpret_cast<float*>(values), count}); }, py::arg("values"),
+          py::arg("count"), Unlocked(), "f32 values that must be finite too, or the open step changes nothing.")
       .def("end", &RelayModel::end, Unlocked(), "The step is over: its residuals become what is owed, unless a result was not finite.")
       .def("give_up", &RelayModel::give_up, Unlocked(), "The open step changes nothing.")
       .def("evidence", &evidence, "What the last step taught this rank, or None.")
       .def("learn", &learn, py::arg("all_ranks"), "The evidence of all ranks, one after the other.")
+      .def("divisible", &RelayModel::divisible, py::arg("tensor"), "Whether it may travel in parts.")
       .def("exempt", &RelayModel::exempt, py::arg("tensor"), "From the next step on this tensor goes as fp32.")
       .def("codecs", &codecs, py::arg("side"), "(spec, bytes) of every tensor in the step.")
       .def("skipped", &RelayModel::skipped, Unlocked(), "Steps whose results were not finite.")
@@ -127,8 +131,10 @@ void bind_model(py::module_& module) {
 
 void bind_relays(py::module_& module) {
   py::class_<Relay>(module, "Relay", "Some tensors of a RelayModel, coded together; buffers hold a slot per rank.")
-      .def(py::init([](RelayModel& model, const std::vector<size_t>& tensors, const Device& device) { return std::make_unique<Relay>(model, tensors, device); }),
-           py::arg("model"), py::arg("tensors"), py::arg("device"), py::keep_alive<1, 2>(), Unlocked())
+      .def(py::init([](RelayModel& model, const std::vector<size_t>& tensors, const Device& device, uint64_t part, uint64_t parts) {
+             return std::make_unique<Relay>(model, tensors, device, part, parts);
+           }),
+           py::arg("model"), py::arg("tensors"), py::arg("device"), py::arg("part") = 0, py::arg("parts") = 1, py::keep_alive<1, 2>(), Unlocked())
       .def(
           "begin", [](Relay& r, const std::vector<uint8_t>& idle) { r.begin(idle); }, py::arg("idle") = std::vector<uint8_t>{}, Unlocked())
       .def_property_readonly("up_send", &Relay::up_send)

@@ -241,7 +241,8 @@ TEST(QAdam, AGpuGivesTheBitsOfTheProcessor) {
     }
     for (uint64_t step = 0; step < 6; ++step) {
       for (size_t i = 0; i < counts.size(); ++i) {
-        gradients[i] = random_array(counts[i], 100 * step + i, std::pow(10.0, -static_cast<double>(i % 5) * 7));
+        const Array fresh = random_array(counts[i], 100 * step + i, std::pow(10.0, -static_cast<double>(i % 5) * 7));
+        std::copy(fresh.begin(), fresh.end(), gradients[i].begin());  // where `in` points to
         memory->from_host(const_cast<float*>(in_there[i]), in[i], 4 * counts[i]);
       }
       here.step(0.01, in, out);

@@ -60,11 +60,12 @@ struct World {
       in.push_back(inputs(static_cast<int>(r)));
       models[r]->begin(number, how);
     }
-    for (const std::vector<size_t>& group : groups) {
+    for (const std::vector<size_t>& group : groups)
+     for (uint64_t part = 0; part < parts; ++part) {
       std::vector<std::unique_ptr<Relay>> relays;
       std::vector<std::vector<std::byte>> sent, downs;
       for (size_t r = 0; r < size(); ++r) {
-        relays.push_back(std::make_unique<Relay>(*models[r], group, Device{}));
+        relays.push_back(std::make_unique<Relay>(*models[r], group, Device{}, part, parts));
         std::vector<uint8_t> own;
         for (size_t t : group)
           if (!idle.empty()) own.push_back(idle[t]);
@@ -114,6 +115,7 @@ struct World {
 
   std::vector<NamedTensor> tensors;
   std::vector<std::unique_ptr<RelayModel>> models;
+  uint64_t parts = 1;  // that every group travels in
 };
 
 ReduceOptions options_of(const std::string& spec, Method method = Method::scatter) {
@@ -168,6 +170,22 @@ TEST(Relay, WhatTravelsTogetherChangesNothing) {
       EXPECT_EQ(a.hashes(), b.hashes()) << spec << " step " << step;
     }
   }
+}
+
+TEST(Relay, LargeTensorsMayTravelInParts) {
+  const std::vector<NamedTensor> tensors = {{"w", 700'001, DType::f32, 2}, {"v", 40'000, DType::f32, 2}};
+  for (const std::string& spec : all_specs()) {
+    World a(3, tensors, options_of(spec)), b(3, tensors, options_of(spec));
+    if (!b.models[0]->divisible(0)) continue;
+    b.parts = 3;
+    for (uint64_t step = 0; step < 2; ++step) {
+      const std::vector<Data> x = a.step(step, {{0}, {1}}, gradients_of(tensors, step)), y = b.step(step, {{0}, {1}}, gradients_of(tensors, step));
+      for (size_t r = 0; r < x.size(); ++r) EXPECT_TRUE(x[r] == y[r]) << spec << " step " << step << " rank " << r;
+      EXPECT_EQ(a.hashes(), b.hashes()) << spec << " step " << step;
+    }
+  }
+  World paper(2, tensors, options_of("onebit:mode=paper"));
+  EXPECT_FALSE(paper.models[0]->divisible(0));
 }
 
 TEST(Relay, AnInfOnOneRankSkipsTheStepForAll) {

@@ -52,6 +52,8 @@ class ErrorFeedback {
   // same numbers: nothing; with others that overlap: Error{usage}.
   void add(Side side, const std::string& name, uint64_t count, uint64_t first = 0);
 
+  bool holds(Side side, const std::string& name, uint64_t count, uint64_t first = 0) const;  // in one that was added
+
   // The residuals of `tensors` for one encode at `step`. Tensors that were not added get no feedback. A tensor may be
   // a piece of one that was added whole. The object must outlive the encode call.
   struct Pointers {

@@ -14,8 +14,8 @@
 //                     relay.decode_down(recv, out);
 //   model.end();                                      // a NaN or an Inf in any result: the step changes no residual
 //
-// A buffer holds one slot per rank, back to back; slots are multiples of 16 bytes, so that every message is aligned. On a
-// GPU buffers and tensors are the device's, and after the first steps nothing waits: damaged messages come as NaN, and as
+// A buffer holds one slot per rank, back to back; slots are multiples of 16 bytes, so that every message is aligned, and on
+// the way down of one size where that costs little, so that an all-gather can carry them. On a GPU buffers and tensors are the device's, and after the first steps nothing waits: damaged messages come as NaN, and as
 // an Error from a later call.
 //
 // Threads: begin() of relays and encode_up() belong to one thread, decode_up() and encode_down() to another, decode_down()
@@ -61,7 +61,10 @@ class RelayModel {
 
   // A step that was begun and not ended is given up: nothing of it stays.
   void begin(uint64_t step, const RelayStep& how);
-  void end();      // on a GPU on the stream of the options
+  // f32 values that must be finite too, or the open step changes nothing. After a reduce_scatter a rank sees its own shard
+  // only; who shares what each saw decides alike everywhere. They may be altered: NaNs become the one that a CPU has.
+  void look(std::span<float> values);
+  void end();      // both on a GPU on the stream of the options
   void give_up();  // the open step changes nothing
 
   // What codecs learn from a step, after its end and before the next begin. Bytes of evidence, 0: none is wanted; it is
@@ -73,6 +76,7 @@ class RelayModel {
   // From the next step on this tensor goes as fp32, up and down.
   void exempt(size_t tensor);
 
+  bool divisible(size_t tensor) const;         // into parts: its codecs work on less than the whole tensor
   std::vector<Codec> codecs(Side side) const;  // per tensor, of the step
   ErrorFeedback& feedback();                   // to read; what was learned is among its notes
   void restore(ErrorFeedback&& state);
@@ -87,8 +91,10 @@ class RelayModel {
 
 class Relay {
  public:
-  // `tensors`: indices in the model's list. `device` names the stream of this relay. The model must outlive it.
-  Relay(RelayModel& model, std::vector<size_t> tensors, const Device& device);
+  // `tensors`: indices in the model's list. `device` names the stream of this relay. The model must outlive it. Of `parts`
+  // parts only part number `part` may be taken, of every owner's share: for large tensors that should not travel as one
+  // (see RelayModel::divisible). A step must have all of them.
+  Relay(RelayModel& model, std::vector<size_t> tensors, const Device& device, uint64_t part = 0, uint64_t parts = 1);
   ~Relay();
   Relay(const Relay&) = delete;
   Relay& operator=(const Relay&) = delete;

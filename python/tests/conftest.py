@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import gradwire
+try:
+    import gradwire
+except ImportError as error:
+    pytest.exit(f"gradwire cannot be imported ({error}): pip install . first, and run elsewhere than in python/", 2)
 
 SOURCE = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(SOURCE / "tests"))  # second_decoder.py, which knows nothing of the library

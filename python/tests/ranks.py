@@ -32,14 +32,14 @@ class Rank:
         self.rank, self.world, self.group = rank, world, group
 
 
-def _serve(pipe: Connection, rank: int, processes: int, port: int, folder: str) -> None:
+def _serve(pipe: Connection, rank: int, processes: int, port: int, folder: str, backend: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     sys.path.insert(0, folder)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=processes)
+    dist.init_process_group(backend, rank=rank, world_size=processes)
     groups = {world: dist.new_group(list(range(world))) for world in range(1, processes + 1)}
     while True:
         try:
@@ -61,14 +61,14 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    def __init__(self, processes: int = LARGEST) -> None:
+    def __init__(self, processes: int = LARGEST, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("spawn")
         port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(processes):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, processes, port, os.path.dirname(__file__)), daemon=True)
+            process = context.Process(target=_serve, args=(there, rank, processes, port, os.path.dirname(__file__), backend), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)

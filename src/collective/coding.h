@@ -111,6 +111,7 @@ class DownCoding {
   void decode(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out, Staging& staging);
   std::vector<size_t> read() const;  // bytes of every owner's message
   const std::vector<Shard>& mine() const { return lists_[static_cast<size_t>(seat_.rank)]; }
+  const ShardLists& lists() const { return lists_; }
   void wait();
   void poll();
 

@@ -118,7 +118,7 @@ void Job::add_residuals(ErrorFeedback& feedback, std::span<const Shard> shards, 
                             text_of(here)),
                 "feedback");
   for (const Shard& shard : shards)
-    if (side == Side::up ? up_feedback[shard.tensor] : down_feedback[shard.tensor])
+    if ((side == Side::up ? up_feedback[shard.tensor] : down_feedback[shard.tensor]) && !feedback.holds(side, tensors[shard.tensor].name, shard.count, shard.first))
       feedback.add(side, tensors[shard.tensor].name, shard.count, shard.first);
 }
 

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <set>
 
@@ -28,25 +29,30 @@ const char* name_of(Kind kind, bool scatter) {
 
 [[noreturn]] void refuse(const std::string& words, const char* field) { throw Error(ErrorKind::usage, words, field); }
 
-// The messages of `sizes` in a buffer of as many slots.
-template <class Byte>
-std::vector<std::span<Byte>> cut(std::span<Byte> buffer, std::span<const size_t> sizes, const char* what) {
-  size_t total = 0;
-  for (size_t bytes : sizes) total += slot_of(bytes);
-  if (buffer.size() != total) refuse(fmt::format("{} has {} bytes; the slots have {}", what, buffer.size(), total), what);
-  std::vector<std::span<Byte>> messages;
-  for (size_t at = 0; size_t bytes : sizes) {
-    messages.push_back(buffer.subspan(at, bytes));
-    at += slot_of(bytes);
-  }
-  return messages;
-}
+// Messages, and the slots that they lie in.
+struct Slots {
+  std::vector<size_t> messages, slots;
 
-std::vector<size_t> slots_of(std::span<const size_t> sizes) {
-  std::vector<size_t> slots;
-  for (size_t bytes : sizes) slots.push_back(slot_of(bytes));
-  return slots;
-}
+  void set(std::vector<size_t> sizes) {
+    messages = std::move(sizes);
+    slots.clear();
+    for (size_t bytes : messages) slots.push_back(slot_of(bytes));
+  }
+  // Slots of one size, where that costs at most an eighth: all-gathers want it, and those are kinder to a link than
+  // all-to-alls, in which everybody sends to everybody at once.
+  void even_out() {
+    const size_t largest = *std::max_element(slots.begin(), slots.end()), sum = std::accumulate(slots.begin(), slots.end(), size_t{0});
+    if (largest * slots.size() <= sum + sum / 8) slots.assign(slots.size(), largest);
+  }
+  template <class Byte>
+  std::vector<std::span<Byte>> cut(std::span<Byte> buffer, const char* what) const {
+    const size_t sum = std::accumulate(slots.begin(), slots.end(), size_t{0});
+    if (buffer.size() != sum) refuse(fmt::format("{} has {} bytes; the slots have {}", what, buffer.size(), sum), what);
+    std::vector<std::span<Byte>> cut;
+    for (size_t p = 0, at = 0; p < slots.size(); at += slots[p++]) cut.push_back(buffer.subspan(at, messages[p]));
+    return cut;
+  }
+};
 
 }  // namespace
 
@@ -66,8 +72,20 @@ struct RelayModel::State {
                   "dqsgd:mode=paper must see a whole step before any of it is sent, which buckets that leave one by one do not allow; "
                   "the default mode decides from the step before",
                   "mode");
+    // From the start, so that a state holds the same names whenever it is saved.
+    if (has_up()) job.add_residuals(feedback, job.whole(), Side::up);
+    if (has_down()) job.add_residuals(feedback, owned(), Side::down);
     keep();
   }
+
+  // Every shard with its owner.
+  std::vector<Shard> dealt() const {
+    if (options.kind == Kind::all_reduce) return shards(job.tensors, options.world);
+    std::vector<Shard> all = job.whole();
+    for (Shard& shard : all) shard.owner = static_cast<int>(shard.tensor % static_cast<size_t>(options.world));
+    return all;
+  }
+  std::vector<Shard> owned() const { return Job::of_owner(dealt(), options.rank); }
 
   bool has_up() const { return options.kind != Kind::all_gather; }
   bool has_down() const { return options.kind == Kind::all_gather || (options.kind == Kind::all_reduce && scatter); }
@@ -124,6 +142,13 @@ void RelayModel::begin(uint64_t step, const RelayStep& how) {
   }
   s.step = step;
   s.how = how;
+}
+
+void RelayModel::look(std::span<float> values) {
+  State& s = *state_;
+  s.check_open("look");
+  const ResultSpan span{values.data(), values.size(), DType::f32};
+  s.verdict.look(s.options.reduce.device, std::span(&span, 1));
 }
 
 void RelayModel::end() {
@@ -197,6 +222,11 @@ void RelayModel::exempt(size_t tensor) {
 std::vector<Codec> RelayModel::codecs(Side side) const { return side == Side::up ? state_->job.up : state_->job.down; }
 ErrorFeedback& RelayModel::feedback() { return state_->feedback; }
 const std::vector<NamedTensor>& RelayModel::tensors() const { return state_->job.tensors; }
+bool RelayModel::divisible(size_t tensor) const {
+  const State& s = *state_;
+  if (tensor >= s.exempt.size()) refuse(fmt::format("tensor is {}; there are {}", tensor, s.exempt.size()), "tensor");
+  return s.options.kind == Kind::all_reduce && s.scatter && s.job.up[tensor].traits().unit != 0 && s.job.down[tensor].traits().unit != 0;
+}
 uint64_t RelayModel::skipped() const { return state_->verdict.skipped(); }
 
 void RelayModel::restore(ErrorFeedback&& state) {
@@ -210,7 +240,8 @@ void RelayModel::restore(ErrorFeedback&& state) {
 }
 
 struct Relay::State {
-  State(RelayModel::State& m, std::vector<size_t> list, const Device& d) : model(m), tensors(std::move(list)), device(d), memory(memory_of(d)) {
+  State(RelayModel::State& m, std::vector<size_t> list, const Device& d, uint64_t part, uint64_t parts) : model(m), tensors(std::move(list)), device(d), memory(memory_of(d)) {
+    if (part >= parts) refuse(fmt::format("part is {} of {}", part, parts), "part");
     const Job& job = m.job;
     std::set<size_t> distinct(tensors.begin(), tensors.end());
     if (distinct.size() != tensors.size() || (!distinct.empty() && *distinct.rbegin() >= job.tensors.size()))
@@ -218,11 +249,9 @@ struct Relay::State {
     const int world = m.options.world;
     const Seat seat{m.options.rank, world};
     ShardLists lists(static_cast<size_t>(world)), all(1);
-    for (const Shard& shard : m.options.kind == Kind::all_reduce ? shards(job.tensors, world) : job.whole()) {
-      if (!distinct.contains(shard.tensor)) continue;
-      const int owner = m.options.kind == Kind::all_reduce ? shard.owner : static_cast<int>(shard.tensor % static_cast<size_t>(world));
-      lists[static_cast<size_t>(owner)].push_back(shard);
-    }
+    for (const Shard& shard : m.dealt())
+      if (distinct.contains(shard.tensor))
+        if (const Shard own = part_of(shard, part, parts); own.count > 0) lists[static_cast<size_t>(own.owner)].push_back(own);
     for (size_t tensor : distinct)
       if (job.tensors[tensor].count > 0) all[0].push_back({tensor, 0, job.tensors[tensor].count, 0});
     if (m.has_up()) up.emplace(job, seat, device, m.scatter ? lists : all);
@@ -231,6 +260,13 @@ struct Relay::State {
     if (up) make_scratch();
     measure();
     epoch = m.epoch;
+  }
+
+  // Cut at grains, so that no unit is in two parts.
+  static Shard part_of(const Shard& shard, uint64_t part, uint64_t parts) {
+    const uint64_t grains = (shard.count + kPieceGrain - 1) / kPieceGrain;
+    const uint64_t first = std::min(shard.count, grains * part / parts * kPieceGrain), end = std::min(shard.count, grains * (part + 1) / parts * kPieceGrain);
+    return {shard.tensor, shard.first + first, end - first, shard.owner};
   }
 
   // Sums are f32; where they cannot stand in the outputs they stand here.
@@ -250,15 +286,15 @@ struct Relay::State {
 
   void measure() {
     if (up) {
-      sent = up->written();
-      if (sent.size() == 1) sent.resize(static_cast<size_t>(model.options.world), sent[0]);  // gather: one for everybody
-      received.assign(static_cast<size_t>(model.options.world), up->read());
-      send_slots = slots_of(sent);
-      recv_slots = slots_of(received);
+      const auto world = static_cast<size_t>(model.options.world);
+      std::vector<size_t> written = up->written();
+      if (written.size() == 1) written.resize(world, written[0]);  // gather: one for everybody
+      sent.set(std::move(written));
+      received.set(std::vector<size_t>(world, up->read()));
     }
     if (down) {
-      downs = down->read();
-      down_slots = slots_of(downs);
+      downs.set(down->read());
+      downs.even_out();
     }
   }
 
@@ -281,7 +317,10 @@ struct Relay::State {
 
   void look(std::span<void* const> out) {
     std::vector<ResultSpan> results;
-    for (size_t tensor : tensors) results.push_back({out[tensor], model.job.tensors[tensor].count, model.job.tensors[tensor].dtype});
+    for (const std::vector<Shard>& list : down->lists()) {
+      const std::vector<void*> at = locate(model.job, list, out);
+      for (size_t i = 0; i < at.size(); ++i) results.push_back({at[i], list[i].count, model.job.tensors[list[i].tensor].dtype});
+    }
     model.verdict.look(device, results);
   }
 
@@ -295,13 +334,13 @@ struct Relay::State {
   std::optional<DownCoding> down;
   std::unique_ptr<Block> scratch;
   std::vector<float*> in_scratch;  // per shard of up->mine(); null: summed in the output itself
-  std::vector<size_t> sent, received, downs, send_slots, recv_slots, down_slots;
+  Slots sent, received, downs;
   uint64_t epoch;
   std::unique_ptr<Staging> staging;  // last: it waits before the rest goes
 };
 
-Relay::Relay(RelayModel& model, std::vector<size_t> tensors, const Device& device)
-    : state_(std::make_unique<State>(*model.state_, std::move(tensors), device)) {}
+Relay::Relay(RelayModel& model, std::vector<size_t> tensors, const Device& device, uint64_t part, uint64_t parts)
+    : state_(std::make_unique<State>(*model.state_, std::move(tensors), device, part, parts)) {}
 Relay::~Relay() = default;
 
 void Relay::begin(std::span<const uint8_t> idle) {
@@ -324,14 +363,14 @@ void Relay::begin(std::span<const uint8_t> idle) {
   if (s.down) s.down->begin(context);
 }
 
-const std::vector<size_t>& Relay::up_send() const { return state_->send_slots; }
-const std::vector<size_t>& Relay::up_recv() const { return state_->recv_slots; }
-const std::vector<size_t>& Relay::down_recv() const { return state_->down_slots; }
+const std::vector<size_t>& Relay::up_send() const { return state_->sent.slots; }
+const std::vector<size_t>& Relay::up_recv() const { return state_->received.slots; }
+const std::vector<size_t>& Relay::down_recv() const { return state_->downs.slots; }
 
 void Relay::encode_up(std::span<const void* const> in, std::span<std::byte> send) {
   State& s = *state_;
   if (!s.up) refuse("an all_gather has no way up", "kind");
-  const std::vector<Bytes> to = cut(send, s.sent, "send");
+  const std::vector<Bytes> to = s.sent.cut(send, "send");
   s.up->encode(s.step(), s.spread(in, "in"), to, *s.staging, s.learning(s.model.up_learning));
   if (s.model.scatter) return;
   for (size_t p = 1; p < to.size(); ++p) s.memory->copy(to[p].data(), to[0].data(), to[0].size());
@@ -340,7 +379,7 @@ void Relay::encode_up(std::span<const void* const> in, std::span<std::byte> send
 void Relay::decode_own(std::span<const std::byte> send, std::span<void* const> out) {
   State& s = *state_;
   if (!s.up) refuse("an all_gather has no way up", "kind");
-  s.up->decode_own(s.step(), cut(send, s.sent, "send"), s.spread(out, "out"), *s.staging);
+  s.up->decode_own(s.step(), s.sent.cut(send, "send"), s.spread(out, "out"), *s.staging);
 }
 
 void Relay::decode_up(std::span<const std::byte> recv, std::span<void* const> out) {
@@ -363,7 +402,7 @@ void Relay::decode_up(std::span<const std::byte> recv, std::span<void* const> ou
     if (!sums[i]) sums[i] = static_cast<float*>(to[i]);
     spans.push_back({sums[i], mine[i].count});
   }
-  s.up->decode(s.step(), cut(recv, s.received, "recv"), sums, *s.staging);
+  s.up->decode(s.step(), s.received.cut(recv, "recv"), sums, *s.staging);
   const bool mean = s.model.job.options.op == ReduceOptions::Op::mean;
   if (mean && s.model.options.world > 1) divide(s.device, spans, static_cast<float>(s.model.options.world));
   s.up->poll();
@@ -382,8 +421,9 @@ void Relay::decode_up(std::span<const std::byte> recv, std::span<void* const> ou
 void Relay::encode_down(std::span<std::byte> mine, std::span<const void* const> values) {
   State& s = *state_;
   if (!s.down) refuse("there is no way down: reduce_scatter and gather end with decode_up", "kind");
-  const size_t bytes = s.downs[static_cast<size_t>(s.model.options.rank)];
-  if (mine.size() != slot_of(bytes)) refuse(fmt::format("mine has {} bytes; the slot has {}", mine.size(), slot_of(bytes)), "mine");
+  const auto rank = static_cast<size_t>(s.model.options.rank);
+  const size_t bytes = s.downs.messages[rank], slot = s.downs.slots[rank];
+  if (mine.size() != slot) refuse(fmt::format("mine has {} bytes; the slot has {}", mine.size(), slot), "mine");
   std::vector<const void*> from(s.in_scratch.begin(), s.in_scratch.end());
   if (s.model.options.kind == Kind::all_gather) {
     from.assign(values.begin(), values.end());
@@ -397,7 +437,7 @@ void Relay::decode_down(std::span<const std::byte> recv, std::span<void* const> 
   State& s = *state_;
   if (!s.down) refuse("there is no way down: reduce_scatter and gather end with decode_up", "kind");
   const std::vector<void*> all = s.spread(out, "out");
-  s.down->decode(s.step(), cut(recv, s.downs, "recv"), all, *s.staging);
+  s.down->decode(s.step(), s.downs.cut(recv, "recv"), all, *s.staging);
   s.down->poll();
   s.look(all);
 }

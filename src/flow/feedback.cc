@@ -168,6 +168,13 @@ void ErrorFeedback::add(Side side, const std::string& name, uint64_t count, uint
   state_->memory->zero(fresh.current.at(0), state_->bytes(count));
 }
 
+bool ErrorFeedback::holds(Side side, const std::string& name, uint64_t count, uint64_t first) const {
+  const auto after = state_->residuals.upper_bound(Key{side, name, first});
+  if (after == state_->residuals.begin()) return false;
+  const auto& [key, residual] = *std::prev(after);
+  return key.side == side && key.name == name && first - key.first <= residual.count && residual.count - (first - key.first) >= count;
+}
+
 std::unique_ptr<ErrorFeedback::Pointers> ErrorFeedback::begin(Side side, uint64_t step,
                                                               std::span<const TensorSpec> tensors, float loss_scale) {
   if (!(loss_scale > 0) || !std::isfinite(loss_scale))

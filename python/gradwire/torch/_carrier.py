@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from datetime import timedelta
-from typing import Any, Callable, Protocol
+from typing import Any, Callable, ContextManager, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from .._errors import EngineError
 class Passage(Protocol):
     """A bucket on its way; the phases are called in this order, each with what the one before brought."""
 
+    def on_stream(self) -> ContextManager[object]: ...
     def start(self) -> "Parcel": ...
     def middle(self, received: torch.Tensor) -> "Parcel | None": ...  # None: no second phase
     def finish(self, received: torch.Tensor | None) -> None: ...
@@ -41,12 +42,15 @@ class Passage(Protocol):
 
 
 class Parcel:
-    """What one phase sends: a buffer with a slot for every rank, and room for what comes."""
+    """What one phase sends: a buffer with a slot for every rank, and room for what comes. Without slots for every rank the
+    one that there is goes to everybody."""
 
     def __init__(self, send: torch.Tensor, send_slots: list[int], recv: torch.Tensor, recv_slots: list[int]) -> None:
         self.send, self.send_slots, self.recv, self.recv_slots = send, send_slots, recv, recv_slots
 
     def leave(self, group: Any) -> "dist.Work":
+        if len(self.send_slots) < len(self.recv_slots):
+            return group._allgather_base(self.recv, self.send)  # type: ignore[no-any-return]
         return group.alltoall_base(self.recv, self.send, self.recv_slots, self.send_slots)  # type: ignore[no-any-return]
 
 
@@ -117,12 +121,13 @@ class Carrier:
     def _enqueue(self, passage: Passage) -> None:
         try:
             self.check()
-            parcel = passage.start()
-            parcel.leave(self.up).wait()  # the current stream's wait, not the host's
-            second = passage.middle(parcel.recv)
-            if second is not None:
-                second.leave(self.down).wait()
-            passage.finish(second.recv if second is not None else None)
+            with passage.on_stream():  # which NCCL comes after, and which waits for NCCL; the host waits for nobody
+                parcel = passage.start()
+                parcel.leave(self.up).wait()
+                second = passage.middle(parcel.recv)
+                if second is not None:
+                    second.leave(self.down).wait()
+                passage.finish(second.recv if second is not None else None)
         except BaseException as error:
             self._fail(passage, error)
 

@@ -23,6 +23,7 @@ from ._meters import Meters
 from ._passage import Relayed, Times, core_device
 
 _PIECE = 1 << 20  # elements
+_Cut = tuple[tuple[int, ...], int, int]  # tensors, part, parts
 _DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
@@ -77,6 +78,8 @@ def compress(
     hook = agreed(group, lambda: Hook._prepare(ddp, codec, scaler, threads or torch.get_num_threads(), options))
     hook._connect(timeout)
     ddp.register_comm_hook(None, hook._comm_hook)
+    if scaler is not None:
+        ddp.register_forward_pre_hook(hook._note_scale)
     return hook
 
 
@@ -126,6 +129,7 @@ class Hook:
         self.step = 0  # steps taken
         self._loss_scale: float | None = None
         self._rate = 0.0
+        self._noted_scale: "tuple[torch.Tensor, torch.cuda.Event] | None" = None
 
     @classmethod
     def _prepare(cls, ddp: DistributedDataParallel, codec: str, scaler: Any, threads: int, options: dict[str, Any]) -> tuple["Hook", Terms]:
@@ -171,7 +175,7 @@ class Hook:
         self._group: dist.ProcessGroup = self._ddp.process_group
         self._world = dist.get_world_size(self._group)
         self._carrier = Carrier.of(self._group, self._device, timeout)
-        self._pieces: dict[tuple[int, ...], _Piece] = {}
+        self._pieces: dict[_Cut, _Piece] = {}
         self._times = Times()
         self._meters = Meters(self._names, [p.numel() for p in self._parameters], self._options["measure_every"], self._options["guard"])
         self._lock = threading.Lock()  # between a step's end and whoever asks for the state
@@ -190,25 +194,40 @@ class Hook:
         tensors = tuple(self._index[id(parameter)] for parameter in bucket.parameters())
         gradients = bucket.gradients()
         cuts = self._cuts(tensors)
-        if bucket.index() == 0 and tensors[: cuts[0]] not in self._pieces:
+        if bucket.index() == 0 and cuts[0] not in self._pieces:
             self._pieces.clear()  # DDP has rebuilt its buckets
-        for first, end in zip([0, *cuts], cuts):
-            piece = self._pieces.setdefault(tensors[first:end], _Piece(self, list(tensors[first:end])))
-            piece.take(buffer, gradients[first:end], bucket.index() == 0 and first == 0, bucket.is_last() and end == len(tensors))
-            piece.future = done if end == len(tensors) else None
+        for cut in cuts:
+            piece = self._pieces.setdefault(cut, _Piece(self, *cut))
+            at = tensors.index(cut[0][0])
+            piece.take(buffer, gradients[at : at + len(cut[0])], bucket.index() == 0 and cut is cuts[0], bucket.is_last() and cut is cuts[-1])
+            piece.future = done if cut is cuts[-1] else None
             self._carrier.carry(piece)
         return result
 
-    def _cuts(self, tensors: tuple[int, ...]) -> list[int]:
-        """Where a bucket is cut in pieces, which follow each other on the link: while one is on its way the next is
-        encoded. On streams a bucket is large enough to be worth its launches, and small enough for the same."""
-        cuts, elements = [], 0
-        for i, tensor in enumerate(tensors):
-            elements += self._parameters[tensor].numel()
-            if i + 1 == len(tensors) or (elements >= _PIECE and not self._carrier.on_streams):
-                cuts.append(i + 1)
-                elements = 0
-        return cuts
+    def _cuts(self, tensors: tuple[int, ...]) -> list["_Cut"]:
+        """A bucket in pieces, which follow each other on the link: while one is on its way the next is encoded, and a link
+        is filled better by many short exchanges than by two long ones. On streams a bucket stays whole: it is small enough,
+        and large enough to be worth its launches."""
+        if self._carrier.on_streams:
+            return [(tensors, 0, 1)]
+        cuts: list[_Cut] = []
+        some: list[int] = []
+        elements = 0
+        for tensor in tensors:
+            count = self._parameters[tensor].numel()
+            if count >= 2 * _PIECE and self._model.divisible(tensor):
+                if some:
+                    cuts.append((tuple(some), 0, 1))
+                parts = count // _PIECE
+                cuts += [((tensor,), part, parts) for part in range(parts)]
+                some, elements = [], 0
+                continue
+            some.append(tensor)
+            elements += count
+            if elements >= _PIECE:
+                cuts.append((tuple(some), 0, 1))
+                some, elements = [], 0
+        return cuts + ([(tuple(some), 0, 1)] if some else [])
 
     def _all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         # As DDP itself does it: by the reciprocal, before the sum.
@@ -225,7 +244,21 @@ class Hook:
             return self._loss_scale
         if self._scaler is None or not self._scaler.is_enabled():
             return 1.0
+        if self._noted_scale is not None:
+            value, event = self._noted_scale
+            event.synchronize()  # it was recorded before the forward pass
+            return float(value)
         return float(self._scaler.get_scale())
+
+    def _note_scale(self, *_: Any) -> None:
+        """Before a forward pass. On a GPU the scale is a number of the device: asked for in the middle of back-propagation it
+        would make the host wait for all that is enqueued."""
+        scale = getattr(self._scaler, "_scale", None)
+        if isinstance(scale, torch.Tensor) and scale.is_cuda:
+            value, event = self._noted_scale or (torch.empty(1, pin_memory=True), torch.cuda.Event())
+            value.copy_(scale.reshape(1), non_blocking=True)
+            event.record()
+            self._noted_scale = (value, event)
 
     def _begin(self, loss_scale: float) -> None:
         """At the first bucket, in the thread that encodes."""
@@ -305,9 +338,9 @@ class Hook:
 class _Piece(Relayed):
     """One of DDP's buckets, or a part of it, on its way."""
 
-    def __init__(self, hook: Hook, tensors: list[int]) -> None:
-        super().__init__(hook._model, tensors, hook._carrier, hook._device, hook._threads, hook._times)
-        self.hook = hook
+    def __init__(self, hook: Hook, tensors: tuple[int, ...], part: int, parts: int) -> None:
+        super().__init__(hook._model, list(tensors), hook._carrier, hook._device, hook._threads, hook._times, part, parts)
+        self.hook, self.part = hook, part
         self.future: "torch.futures.Future[torch.Tensor] | None" = None
 
     def take(self, buffer: torch.Tensor, gradients: list[torch.Tensor], first: bool, last: bool) -> None:

@@ -38,11 +38,15 @@ class Meters:
         """After a piece was encoded: what its own messages say, against what they were to say."""
         if not self.due:
             return
-        seen = [torch.empty_like(gradient) for gradient in piece.gradients]
+        seen = [gradient.clone() for gradient in piece.gradients]  # where this part does not reach, nothing is left out
         piece.relay.decode_own(send.data_ptr(), send.numel(), [one.data_ptr() for one in seen])
         for tensor, gradient, decoded in zip(piece.tensors, piece.gradients, seen):
             wanted = gradient.double()
-            self._squares[tensor] = ((wanted - decoded.double()).square().sum(), wanted.square().sum())
+            left_out = (wanted - decoded.double()).square().sum()
+            if piece.part == 0:
+                self._squares[tensor] = (left_out, wanted.square().sum())
+            else:
+                self._squares[tensor] = (self._squares[tensor][0] + left_out, self._squares[tensor][1])
 
     def step_done(self, carrier: Carrier | None = None) -> list[int]:
         """Ends a step; the parameters that the guard exempts from now on."""

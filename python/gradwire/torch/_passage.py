@@ -62,11 +62,11 @@ def core_device(device: torch.device, stream: "torch.cuda.Stream | None", thread
 class Relayed:
     """What DDP's buckets and FSDP's units share: relay, stream, buffers, and the steps between them and the carrier."""
 
-    def __init__(self, model: "_core.RelayModel", tensors: list[int], carrier: Carrier, device: torch.device, threads: int, times: Times) -> None:
+    def __init__(self, model: "_core.RelayModel", tensors: list[int], carrier: Carrier, device: torch.device, threads: int, times: Times, part: int = 0, parts: int = 1) -> None:
         self.carrier, self.device, self.times = carrier, device, times
         self.tensors = tensors
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._make = lambda: _core.Relay(model, tensors, core_device(device, self.stream, threads))
+        self._make = lambda: _core.Relay(model, tensors, core_device(device, self.stream, threads), part, parts)
         self._relay: "_core.Relay | None" = None
         self.buffers = Buffers()
         self.staged = device.type == "cuda" and not carrier.on_streams
@@ -100,7 +100,8 @@ class Relayed:
             self._settle()
             send = host
         recv = self.buffers.room(name + " in", sum(recv_slots), self.carrier.device, pinned=self.staged)
-        self.sent += send.numel() - send_slots[self.carrier.rank]
+        copies = self.carrier.world - 1 if len(send_slots) == 1 else 1
+        self.sent += copies * send.numel() - (send_slots[self.carrier.rank] if len(send_slots) > 1 else 0)
         return Parcel(send, send_slots, recv, recv_slots)
 
     def arrived(self, name: str, received: torch.Tensor) -> torch.Tensor:
@@ -126,9 +127,13 @@ class Relayed:
         return send, slots, self.relay.up_recv
 
     def encode_down(self, values: list[int]) -> tuple[torch.Tensor, list[int], list[int]]:
-        """One's own message, once for every rank: the second phase is an all-to-all too, because messages differ in size."""
+        """One's own message; where messages differ much in size once for every rank, because all-gathers do not have that."""
         world, rank = self.carrier.world, self.carrier.rank
         slots = self.relay.down_recv
+        if len(set(slots)) == 1:
+            send = self.buffers.room("down", slots[rank], self.device)
+            self.relay.encode_down(send.data_ptr(), send.numel(), values)
+            return send, slots[rank : rank + 1], slots
         send = self.buffers.room("down", world * slots[rank], self.device)
         rows = send.view(world, slots[rank])
         self.relay.encode_down(rows[rank].data_ptr(), slots[rank], values)

@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP2 with gradients and weights compressed, on Gloo and the CPU: what is left to torch has torch's bits, ranks compute with the same
+weights, residuals follow the steps that count, and what cannot be done is refused by name.
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+fsdp = pytest.importorskip("torch.distributed.fsdp")
+if not dist.is_gloo_available() or not hasattr(getattr(fsdp, "FSDPModule", None), "set_custom_reduce_scatter"):
+    pytest.skip("this torch has no Gloo or no set_custom_reduce_scatter", allow_module_level=True)
+
+import gradwire
+import gradwire.torch as gw
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+class Seen(nn.Linear):
+    """Remembers the weights that it was computed with."""
+
+    def forward(self, x):
+        x = x.clone() if x.requires_grad else x.clone().requires_grad_(torch.is_grad_enabled() and not x.is_inference())
+        self.in_forward = self.weight.detach().clone()
+        if x.requires_grad:
+            x.register_hook(lambda gradient: setattr(self, "in_backward", self.weight.detach().clone()))
+        return super().forward(x)
+
+
+class Net(nn.Module):
+    """Sizes that no world divides."""
+
+    def __init__(self, width=67):
+        super().__init__()
+        self.blocks = nn.ModuleList([Seen(33, width), Seen(width, width), Seen(width, width)])
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def sharded(rank, *, mesh=None, model=None, **options):
+    torch.manual_seed(3)
+    model = model or Net()
+    mesh = mesh or DeviceMesh.from_group(rank.group, "cpu")
+    for block in model.blocks:
+        fsdp.fully_shard(block, mesh=mesh, **options)
+    return fsdp.fully_shard(model, mesh=mesh, **options)
+
+
+def batch(rank, step):
+    draw = torch.Generator().manual_seed(1000 * step + rank.rank)
+    x = torch.randn(16, 33, generator=draw)
+    return x, x[:, :5]
+
+
+def train(rank, model, steps=4, first=0, lr=0.5, after=None):
+    """Losses, mean of all ranks."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for step in range(first, first + steps):
+        x, y = batch(rank, step)
+        loss = (model(x).float() - y).square().mean()
+        loss.backward()
+        if after is not None:
+            after(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    mean = torch.stack(losses)
+    dist.all_reduce(mean, group=rank.group)
+    return (mean / rank.world).tolist()
+
+
+def parameters(model):
+    """As they are gathered exactly, whatever carries them in a step."""
+    return {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}
+
+
+def equal(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def alike(rank, tensors):
+    """Whether all ranks have the same bits."""
+    flat = torch.cat([t.detach().float().flatten() for t in tensors])
+    every = [torch.empty_like(flat) for _ in range(rank.world)]
+    dist.all_gather(every, flat, group=rank.group)
+    return all(torch.equal(one, flat) for one in every)
+
+
+def refusal(ranks, world, function, *arguments):
+    """{kind: the words of rank 0, up to a colon or so}: all ranks must refuse."""
+    from ranks import RankError
+
+    with pytest.raises(RankError) as caught:
+        ranks.run(world, function, *arguments)
+    assert set(caught.value.errors) == set(range(world))
+    kind, words = caught.value.errors[0]
+    for cut in (": residuals", " of this model"):
+        words = words.partition(cut)[0]
+    return {kind: words}
+
+
+# What is left to torch.
+
+
+def same_as_plain(rank, gradients, weights):
+    plain, model = sharded(rank), sharded(rank)
+    gw.compress_fsdp(model, gradients, weights)
+    return train(rank, plain) == train(rank, model) and equal(parameters(plain), parameters(model))
+
+
+@pytest.mark.parametrize("gradients, weights", [("fp32", "fp32"), (None, None), ("fp32", None)])
+def test_fp32_and_none_are_plain_fsdp_bit_for_bit(ranks, gradients, weights):
+    assert all(ranks.run(3, same_as_plain, gradients, weights))
+
+
+def close_to_plain(rank, change):
+    """Through the whole path: unigrid:bits=16 leaves 2^-15 of a bucket's largest magnitude, at most, in a gradient."""
+    plain, model = sharded(rank), sharded(rank)
+    hook = gw.compress_fsdp(model, "unigrid:bits=16", None, min_elements=0)
+    for one in plain, model:
+        change(one) if callable(change) else None
+    x, y = batch(rank, 0)
+    for one in plain, model:
+        (one(x) - y).square().mean().backward()
+    worst = 0.0
+    for (name, a), b in zip(plain.named_parameters(), model.parameters()):
+        a, b = a.grad.full_tensor(), b.grad.full_tensor()
+        worst = max(worst, ((a - b).abs().max() / a.abs().max()).item())
+    return worst, hook.stats()["gradients"]["bits"]
+
+
+def close_with_sums(rank):
+    def force(model):
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+    return close_to_plain(rank, force)
+
+
+@pytest.mark.parametrize("function", ["mean", "sum"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_fine_grid_gives_the_gradients_of_plain_fsdp(ranks, world, function):
+    outcomes = ranks.run(world, close_to_plain, None) if function == "mean" else ranks.run(world, close_with_sums)
+    for worst, bits in outcomes:
+        assert 0 < worst < 1e-3  # a bucket holds several parameters, and the largest of them sets the grid
+        assert 16 < bits < 20
+
+
+def divided(rank):
+    """A divisor of one's own, which Gloo does not know and the relay does."""
+    model, usual = sharded(rank), sharded(rank)
+    for one in model, usual:
+        gw.compress_fsdp(one, "unigrid:bits=16", None, min_elements=0)
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.set_gradient_divide_factor(8.0 * rank.world)
+    x, y = batch(rank, 0)
+    for one in model, usual:
+        (one(x) - y).square().mean().backward()
+    return all(torch.equal(8 * a.grad.to_local(), b.grad.to_local()) for a, b in zip(model.parameters(), usual.parameters()))
+
+
+def test_a_gradient_divide_factor_is_kept(ranks):
+    assert all(ranks.run(2, divided))
+
+
+# Training.
+
+
+def trains(rank, gradients, weights, options, steps=40):
+    model = sharded(rank, **options)
+    hook = gw.compress_fsdp(model, gradients, weights, min_elements=64)
+    losses = train(rank, model, steps)
+    same = alike(rank, [seen for block in model.blocks for seen in (block.in_forward, block.in_backward)])
+    both = all(torch.equal(block.in_forward, block.in_backward) for block in model.blocks)
+    return losses[0], losses[-1], same, both, hook.stats()
+
+
+def on_the_grid(rank):
+    """In the first step, before the optimizer: what modules see against what is sharded."""
+    model = sharded(rank)
+    gw.compress_fsdp(model, None, "unigrid:bits=4", min_elements=0)
+    exact = parameters(model)["blocks.1.weight"]
+    model(batch(rank, 0)[0])
+    seen = model.blocks[1].in_forward
+    model.reshard()
+    again = parameters(model)["blocks.1.weight"]
+    return torch.equal(exact, again), (seen - exact).abs().max().item(), exact.abs().max().item() / 7, len(seen.unique())
+
+
+def test_modules_see_weights_on_the_grid_and_the_shards_stay_exact(ranks):
+    for exact, error, grid, values in ranks.run(2, on_the_grid):
+        assert exact
+        assert 0 < error <= 1.01 * grid / 2  # to nearest, but for what the codec rounds its threshold to
+        assert values < 15 * 8  # fifteen values a bucket of 1024, a few buckets
+
+
+@pytest.mark.parametrize(
+    "gradients, weights", [("qsgd:bits=4", "unigrid:bits=8"), ("optquant:bits=4", "bf16"), ("dqsgd:budget=4", "qsgd:bits=8"), ("fft:theta=0.5", None)]
+)
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_compute_with_the_same_weights_and_learn(ranks, world, gradients, weights):
+    for first, last, same, both, stats in ranks.run(world, trains, gradients, weights, {}):
+        assert same and both
+        assert last < 0.6 * first
+        assert stats["steps"] == 40 and stats["skipped"] == 0
+        assert stats["gradients"]["bits"] < 25 and stats["gradients"]["ratio"] == stats["gradients"]["bits"] / 32
+        if weights is not None:
+            assert 0 < stats["weights"]["bits"] < 20 and stats["weights"]["bytes"] > 0
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_weights_are_gathered_once_or_twice_a_step(ranks, reshard):
+    for *_, same, both, stats in ranks.run(2, trains, "qsgd:bits=4", "unigrid:bits=8", {"reshard_after_forward": reshard}, 3):
+        assert same and both
+        shards = 34 * 33 + 34 + 2 * (34 * 67 + 34)  # of the blocks, for the other rank
+        head = 3 * 67 + 3  # the root's: it stays gathered after forward unless told otherwise
+        gathers = shards + head if not reshard else 2 * (shards + head)
+        sent = stats["weights"]["bytes"] * 8 / stats["weights"]["bits"]
+        assert round(sent) == gathers
+
+
+def mixed(rank):
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return trains(rank, "qsgd:bits=4", "unigrid:bits=8", {"mp_policy": policy})
+
+
+def mixed_all_bf16(rank):
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    return trains(rank, "qsgd:bits=8", "unigrid:bits=8", {"mp_policy": policy})
+
+
+@pytest.mark.parametrize("function", [mixed, mixed_all_bf16])
+def test_mixed_precision(ranks, function):
+    for first, last, same, both, _ in ranks.run(3, function):
+        assert same and both and last < 0.6 * first
+
+
+def accumulates(rank):
+    model = sharded(rank)
+    hook = gw.compress_fsdp(model, "qsgd:bits=8", "unigrid:bits=8")
+    steps = []
+    for step in range(4):
+        model.set_requires_gradient_sync(step % 2 == 1)
+        x, y = batch(rank, step)
+        (model(x) - y).square().mean().backward()
+        steps.append(hook.step)
+    plain = sharded(rank)
+    for step in range(4):
+        x, y = batch(rank, step)
+        (plain(x) - y).square().mean().backward()
+    # Eight bits of weights and of gradients are close to the exact thing, and no microbatch is missing.
+    a, b = (torch.cat([p.grad.full_tensor().flatten() for p in one.parameters()]) for one in (model, plain))
+    return steps, ((a - b).norm() / b.norm()).item()
+
+
+def test_gradient_accumulation_sends_once(ranks):
+    for steps, error in ranks.run(2, accumulates):
+        assert steps == [0, 1, 1, 2]
+        assert error < 0.05
+
+
+def evaluates(rank):
+    model = sharded(rank)
+    gw.compress_fsdp(model, "qsgd:bits=4", "unigrid:bits=8")
+    x = batch(rank, 0)[0]
+    with torch.no_grad():
+        before = model(x)
+    losses = train(rank, model, 3)
+    with torch.inference_mode():
+        between = model(x)
+    losses += train(rank, model, 3)
+    with torch.no_grad():
+        after = model(x)
+    return losses, not torch.equal(before, between) and not torch.equal(between, after)
+
+
+def test_evaluation_before_between_and_after_training(ranks):
+    for losses, changed in ranks.run(2, evaluates):
+        assert losses[-1] < losses[0] and changed
+
+
+def only_weights(rank):
+    model = sharded(rank)
+    hook = gw.compress_fsdp(model, None, "unigrid:bits=8")
+    losses = train(rank, model, 20)
+    return losses, hook.stats()
+
+
+def test_weights_alone(ranks):
+    for losses, stats in ranks.run(2, only_weights):
+        assert losses[-1] < losses[0] and 8 < stats["weights"]["bits"] < 10 and stats["gradients"]["bytes"] == 0
+
+
+def uses_a_module_twice(rank):
+    class Twice(Net):
+        def forward(self, x):
+            return super().forward(x) + super().forward(-x)
+
+    model = sharded(rank, model=Twice())
+    hook = gw.compress_fsdp(model, "qsgd:bits=4", "unigrid:bits=8", feedback=True)
+    losses = train(rank, model, 30)
+    return losses, alike(rank, parameters(model).values()), hook.stats()
+
+
+def test_a_module_that_is_used_twice_sends_once_and_trains(ranks):
+    for losses, same, stats in ranks.run(2, uses_a_module_twice):
+        assert losses[-1] < losses[0] and same
+        assert stats["steps"] == 30 and stats["skipped"] == 0
+
+
+def hybrid(rank):
+    mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "shard"))
+    model = sharded(rank, mesh=mesh)
+    hook = gw.compress_fsdp(model, "optquant:bits=4", "unigrid:bits=8", feedback=True)
+    losses = train(rank, model, 20)
+    return losses, alike(rank, parameters(model).values()), hook.stats()
+
+
+def test_a_hybrid_mesh_compresses_its_shard_dimension(ranks):
+    for losses, same, stats in ranks.run(6, hybrid):
+        assert losses[-1] < losses[0] and same and stats["gradients"]["bits"] < 16
+
+
+# Refusals.
+
+
+def compresses(rank, keywords):
+    gw.compress_fsdp(sharded(rank), **keywords)
+
+
+@pytest.mark.parametrize(
+    "keywords, kind, words",
+    [
+        (dict(gradients="qsgd:bits=99"), "UsageError", "bits"),
+        (dict(weights="nonsense"), "UsageError", "nonsense"),
+        (dict(weights="optquant:bits=4"), "UnsupportedError", "a codec that learns"),
+        (dict(gradients=4), "UsageError", "codec is a int"),
+        (dict(residual=torch.float64), "UsageError", "residual is torch.float64"),
+    ],
+)
+def test_bad_options_are_refused(ranks, keywords, kind, words):
+    ((found, text),) = refusal(ranks, 2, compresses, keywords).items()
+    assert found == kind and words in text
+
+
+def not_sharded(rank):
+    gw.compress_fsdp(Net())
+
+
+def sharded_by_fsdp1(rank):
+    gw.compress_fsdp(fsdp.FullyShardedDataParallel(Net(), process_group=rank.group, device_id=torch.device("cpu")))
+
+
+def disagrees(rank):
+    gw.compress_fsdp(sharded(rank), f"qsgd:bits={4 + rank.rank}")
+
+
+def several_types(rank):
+    model = Net()
+    model.register_parameter("frozen", nn.Parameter(torch.zeros(8, dtype=torch.bfloat16), requires_grad=False))
+    model = sharded(rank, model=model)
+    gw.compress_fsdp(model, None, "unigrid:bits=8", min_elements=0)
+    model(batch(rank, 0)[0])
+
+
+def part_of_the_world(rank):
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))  # all ranks make its groups
+    if rank.rank >= 4:
+        return "not in it"
+    with pytest.raises(gradwire.UnsupportedError) as caught:
+        gw.compress_fsdp(sharded(rank, mesh=mesh))
+    return str(caught.value)
+
+
+def test_a_hybrid_mesh_of_some_ranks_is_refused(ranks):
+    words = ranks.run(6, part_of_the_world)
+    assert all("it must have all ranks" in one for one in words[:4])
+
+
+@pytest.mark.parametrize(
+    "function, kind, words",
+    [
+        (not_sharded, "UsageError", "call torch.distributed.fsdp.fully_shard on it first"),
+        (sharded_by_fsdp1, "UnsupportedError", "fully_shard"),
+        (disagrees, "MismatchError", "ranks disagree about gradients"),
+        (several_types, "UnsupportedError", "module '(root)' sends uint8"),
+    ],
+)
+def test_models_and_ranks_that_do_not_fit_are_refused(ranks, function, kind, words):
+    ((found, text),) = refusal(ranks, 2, function).items()
+    assert found == kind and words in text
+
+
+def unused(rank, feedback):
+    class Sometimes(Net):
+        all_of_it = True
+
+        def forward(self, x):
+            for block in self.blocks if self.all_of_it else self.blocks[:2]:
+                x = torch.tanh(block(x))
+            return x[:, :5] + (self.head(x) if self.all_of_it else 0) + x[:, 5:10] * self.extra
+
+        def __init__(self):
+            super().__init__()
+            self.extra = nn.Parameter(torch.ones(5))
+
+    model = sharded(rank, model=Sometimes())
+    gw.compress_fsdp(model, "qsgd:bits=4", None, feedback=feedback, min_elements=0)
+    train(rank, model, 2)
+    model.all_of_it = False
+    return train(rank, model, 2)
+
+
+def test_parameters_without_a_gradient_are_left_out_or_refused_where_residuals_need_them(ranks):
+    ranks.run(2, unused, False)
+    ((kind, text),) = refusal(ranks, 2, unused, True).items()
+    assert kind == "UnsupportedError" and "set_reduce_scatter_unused_params" in text
+
+
+def test_a_torch_without_custom_collectives_is_refused_by_name(monkeypatch):
+    monkeypatch.delattr(fsdp.FSDPModule, "set_custom_all_gather")
+    with pytest.raises(gradwire.UnsupportedError, match="FSDPModule.set_custom_all_gather"):
+        gw.compress_fsdp(Net())
+
+
+# On a GPU.
+
+
+def on_a_gpu(rank, gradients, weights):
+    torch.cuda.set_device(0)
+    model = sharded(rank, mesh=DeviceMesh.from_group(rank.group, "cuda"), model=Net().cuda())
+    hook = gw.compress_fsdp(model, gradients, weights, feedback=True, min_elements=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(30):
+        x, y = batch(rank, step)
+        loss = (model(x.cuda()) - y.cuda()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    same = alike(rank, [seen.cpu() for block in model.blocks for seen in (block.in_forward, block.in_backward)])
+    return losses[0], losses[-1], same, hook.stats()
+
+
+@pytest.mark.parametrize("gradients, weights", [("qsgd:bits=4", "unigrid:bits=8"), ("optquant:bits=3", "bf16")])
+def test_ranks_that_share_a_gpu_learn_over_gloo(ranks, cuda, gradients, weights):
+    for first, last, same, stats in ranks.run(2, on_a_gpu, gradients, weights):
+        assert same and last < 0.6 * first
+        assert stats["skipped"] == 0 and stats["gradients"]["bits"] < 8
