@@ -18,7 +18,7 @@ export TORCH TORCH_PYTHON
 PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 600
 
-launcher := $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
+launcher = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
 release := -DGRADWIRE_CUDA=$(CUDA) -DGRADWIRE_MPI=$(MPI) -DGRADWIRE_TORCH=$(TORCH) -DGRADWIRE_TORCH_PYTHON=$(TORCH_PYTHON)
 
 # $(call compile,preset,more arguments of cmake,more arguments of the build)

@@ -17,7 +17,7 @@ no communication, t_alone the same difference without compute. 1: communication 
 
 `loss`: a real training (Fashion-MNIST, small convolutional network, 4 ranks over loopback, no shaping), the same steps for all.
 
-A --codec is a spec, and may go on with arguments of gradwire.torch.compress: --codec "onebit method=scatter down=qsgd:bits=4 feedback=true".
+A --codec is a spec, and may go on with arguments of gradwire.torch.compress, and bucket_cap_mb of DDP: --codec "onebit down=qsgd:bits=4 bucket_cap_mb=4".
 Run it with the Python that has torch. GRADWIRE_BIN names the program, which is asked for the machine's name only.
 """
 

@@ -125,7 +125,9 @@ def attach(ddp, variant, start=2):
 
 def parallel(model, variant):
     # PowerSGD's second collective is issued by a completion callback: with several buckets the order differs between ranks, and Gloo hangs.
-    return DDP(model, bucket_cap_mb=1 << 14) if variant["kind"] == "powersgd" else DDP(model)
+    if variant["kind"] == "powersgd":
+        return DDP(model, bucket_cap_mb=1 << 14)
+    return DDP(model, bucket_cap_mb=variant.get("options", {}).pop("bucket_cap_mb", 25))  # 25 is DDP's own
 
 
 def told(hook):

@@ -158,7 +158,7 @@ void bind_feedback(py::module_& module) {
       .def_static("load", &load, py::arg("path"), py::arg("device"), Unlocked())
       .def_static("redistribute", &redistribute, py::arg("ranks"), py::arg("world"), Unlocked())
       .def("residual", &residual, py::arg("side"), py::arg("name"), py::arg("first"))
-      .def("entries", &entries)
+      .def("entries", &entries, Unlocked())
       .def("set_residual", &set_residual, py::arg("side"), py::arg("name"), py::arg("first"), py::arg("values"))
       .def("notes", &notes)
       .def("set_note", &set_note, py::arg("name"), py::arg("note"))

@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 packages=(
-  g++ cmake ninja-build make git                                      # to build
+  g++ cmake ninja-build make git ccache                               # to build
   libhwy-dev libxxhash-dev libfmt-dev libcli11-dev nlohmann-json3-dev # to link or include
   libzstd-dev zlib1g-dev                                              # packed files, data sets
   dataset-fashion-mnist                                               # what make demo trains on
@@ -76,5 +76,9 @@ fi
 torch=${TORCH_PACKAGE:-torch==2.13.0}
 if [[ ${TORCH:-ON} != OFF && -z ${TORCH_PYTHON:-} ]] && ! "$venv/bin/python3" -c 'import torch' 2>/dev/null; then
   step "installing $torch into $venv (for gradwire train; TORCH=OFF does without)" "$venv/bin/python3" -m pip install "$torch"
+fi
+# What `pip install .` would fetch for itself, to build and to test the Python package.
+if ! "$venv/bin/python3" -c 'import scikit_build_core, pybind11' 2>/dev/null; then
+  step "installing scikit-build-core and pybind11 into $venv (for the Python package)" "$venv/bin/python3" -m pip install 'scikit-build-core>=0.10' 'pybind11>=2.13'
 fi
 say "ready"

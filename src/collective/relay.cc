@@ -75,6 +75,9 @@ struct RelayModel::State {
     // From the start, so that a state holds the same names whenever it is saved.
     if (has_up()) job.add_residuals(feedback, job.whole(), Side::up);
     if (has_down()) job.add_residuals(feedback, owned(), Side::down);
+    // By the rules, not by the codecs of a step: it must not change, and be the same on all ranks at any moment.
+    for (size_t i = 0; i < job.tensors.size(); ++i)
+      divisible.push_back(o.kind == Kind::all_reduce && scatter && job.up[i].traits().unit != 0 && job.down[i].traits().unit != 0);
     keep();
   }
 
@@ -111,7 +114,7 @@ struct RelayModel::State {
   ErrorFeedback feedback;
   Learning up_learning, down_learning;
   Verdict verdict;
-  std::vector<bool> exempt;
+  std::vector<bool> exempt, divisible;
   uint64_t epoch = 0;  // of the codecs
   std::optional<uint64_t> step, taught;  // the open one, and one that has been seen but not yet learned from
   RelayStep how;
@@ -225,7 +228,7 @@ const std::vector<NamedTensor>& RelayModel::tensors() const { return state_->job
 bool RelayModel::divisible(size_t tensor) const {
   const State& s = *state_;
   if (tensor >= s.exempt.size()) refuse(fmt::format("tensor is {}; there are {}", tensor, s.exempt.size()), "tensor");
-  return s.options.kind == Kind::all_reduce && s.scatter && s.job.up[tensor].traits().unit != 0 && s.job.down[tensor].traits().unit != 0;
+  return s.divisible[tensor];
 }
 uint64_t RelayModel::skipped() const { return state_->verdict.skipped(); }
 

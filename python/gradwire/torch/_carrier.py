@@ -57,7 +57,7 @@ class Parcel:
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """That of the user's own group; None (torch's default) where torch does not tell."""
     try:
-        return group._get_backend(device).options._timeout  # type: ignore[attr-defined, no-any-return]
+        return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
         return None
 
@@ -77,14 +77,12 @@ class Carrier:
         timeout = timeout or _timeout_of(group, self.device)
         name = [uuid.uuid4().hex if self.rank == 0 else ""]
         dist.broadcast_object_list(name, src=dist.get_global_rank(group, 0), group=group)
-        own = (lambda what: self._own_group(f"gradwire/{name[0]}/{what}", timeout or default_pg_timeout))
-        self.up = own("up")
-        self.down = self.up if self.on_streams else own("down")
-        self.end = self.up if self.on_streams else own("end")
+        groups = [self._own_group(f"gradwire/{name[0]}/{what}", timeout or default_pg_timeout) for what in (["up"] if self.on_streams else ["up", "down", "end"])]
+        self.up, self.down, self.end = groups[0], groups[-1 if self.on_streams else 1], groups[-1]
         if not self.on_streams:
             self._queues = [queue.SimpleQueue[Callable[[], None]]() for _ in range(3)]
-            for name, tasks in zip(("up", "down", "end"), self._queues):
-                threading.Thread(target=self._work, args=(tasks,), name=f"gradwire {name}", daemon=True).start()
+            for phase, tasks in zip(("up", "down", "end"), self._queues):
+                threading.Thread(target=self._work, args=(tasks,), name=f"gradwire {phase}", daemon=True).start()
 
     def _own_group(self, name: str, timeout: timedelta) -> Any:
         """A backend by itself, which torch's list of groups does not hold: making a listed one would involve ranks that are
@@ -187,9 +185,9 @@ class Carrier:
         """uint8 flags, 1 where any rank has 1. Only from `start`: it uses the group `up`."""
         flags = flags.to(self.device)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         self.up.allreduce([flags], options).wait()
-        return flags.tolist()  # type: ignore[no-any-return]
+        return [int(flag) for flag in flags.tolist()]
 
 
 def _exists(group: dist.ProcessGroup) -> bool:

@@ -6,7 +6,8 @@ job starts on other buckets, and neither loses anything.
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with its own types.
 
-import threading
+import struct
+import time
 from datetime import timedelta
 from typing import Any, Mapping, Sequence
 
@@ -18,12 +19,11 @@ from .. import _core
 from .._errors import UnsupportedError, UsageError
 from . import _state
 from ._agree import Terms, agreed
-from ._carrier import Carrier, Parcel
+from ._carrier import Carrier
 from ._meters import Meters
-from ._passage import Relayed, Times, core_device
+from ._passage import Times, core_device
+from ._pieces import FINE_PIECE, PIECE, SLOW, Cut, Piece, cut_up
 
-_PIECE = 1 << 20  # elements
-_Cut = tuple[tuple[int, ...], int, int]  # tensors, part, parts
 _DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
@@ -75,7 +75,12 @@ def compress(
         measure_every=measure_every or (50 if guard is not None else 0), guard=guard,
     )  # fmt: skip
     group: dist.ProcessGroup = ddp.process_group
-    hook = agreed(group, lambda: Hook._prepare(ddp, codec, scaler, threads or torch.get_num_threads(), options))
+
+    def prepare() -> tuple[Hook, Terms]:
+        hook = Hook(ddp, codec, scaler, threads or torch.get_num_threads(), options)
+        return hook, hook._terms()
+
+    hook = agreed(group, prepare)
     hook._connect(timeout)
     ddp.register_comm_hook(None, hook._comm_hook)
     if scaler is not None:
@@ -124,32 +129,26 @@ def _one_device(parameters: Mapping[str, torch.Tensor]) -> torch.device:
 class Hook:
     """What `compress` returns: the state of a model's compression. Not made by hand."""
 
-    def __init__(self) -> None:
-        self.codec = ""  # rules, as text
+    def __init__(self, ddp: DistributedDataParallel, codec: str, scaler: Any, threads: int, options: dict[str, Any]) -> None:
         self.step = 0  # steps taken
-        self._loss_scale: float | None = None
-        self._rate = 0.0
-        self._noted_scale: "tuple[torch.Tensor, torch.cuda.Event] | None" = None
-
-    @classmethod
-    def _prepare(cls, ddp: DistributedDataParallel, codec: str, scaler: Any, threads: int, options: dict[str, Any]) -> tuple["Hook", Terms]:
-        self = cls()
         self._ddp, self._scaler, self._threads, self._options = ddp, scaler, threads, options
+        self._loss_scale: float | None = None
+        self._noted_scale: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._rate = 0.0
         named = _named_parameters(ddp)
         self._names = list(named)
         self._parameters = list(named.values())
         self._index = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         self._device = _one_device(named)
-        self.codec = full_rules(codec, options["min_elements"])
+        self.codec = full_rules(codec, options["min_elements"])  # as rules
         rules = _core.Rules(self.codec)
-        group = ddp.process_group
-        self._plain = options["down"] is None and all(
-            str(rules.codec_for(name, p.dim(), p.numel())) == "fp32" for name, p in named.items()
-        )
+        self._plain = options["down"] is None and all(str(rules.codec_for(name, p.dim(), p.numel())) == "fp32" for name, p in named.items())
         if options["residual"] not in (torch.float32, torch.bfloat16):
             raise UsageError(f"residual is {options['residual']}; allowed are torch.float32 and torch.bfloat16", field="residual")
         if options["warmup"] < 0 or options["measure_every"] < 0:
             raise UsageError("warmup and measure_every are numbers of steps; they cannot be negative", field="warmup")
+        self._group: dist.ProcessGroup = ddp.process_group
+        self._world = dist.get_world_size(self._group)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         feedback = options["feedback"]
         self._model = _core.RelayModel(
@@ -161,28 +160,29 @@ class Hook:
             owner_feedback="on" if options["owner_feedback"] else "off",
             residual=_DTYPES[options["residual"]],
             seed=options["seed"],
-            rank=dist.get_rank(group),
-            world=dist.get_world_size(group),
+            rank=dist.get_rank(self._group),
+            world=self._world,
             device=core_device(self._device, self._stream, threads),
         )
-        terms = [(field, text) for field, text in self._model.terms()]
-        terms += [(name, str(options[name])) for name in ("warmup", "measure_every", "guard")]
+        self._times = Times()
+        self._meters = Meters(self._names, [p.numel() for p in self._parameters], options["measure_every"], options["guard"])
+        self._pieces: dict[Cut, Piece] = {}
+        self._used: list[Piece] = []  # in this step
+        self._piece_elements = PIECE
+        self._began = 0.0
+
+    def _terms(self) -> Terms:
+        terms = list(self._model.terms())
+        terms += [(name, str(self._options[name])) for name in ("warmup", "measure_every", "guard")]
         terms.append(("device", self._device.type))
-        terms += [("strides", f"{name}: {tuple(p.stride())}") for name, p in named.items()]
-        return self, terms
+        return terms + [("strides", f"{name}: {tuple(p.stride())}") for name, p in zip(self._names, self._parameters)]
 
     def _connect(self, timeout: timedelta | None) -> None:
-        self._group: dist.ProcessGroup = self._ddp.process_group
-        self._world = dist.get_world_size(self._group)
         self._carrier = Carrier.of(self._group, self._device, timeout)
-        self._pieces: dict[_Cut, _Piece] = {}
-        self._times = Times()
-        self._meters = Meters(self._names, [p.numel() for p in self._parameters], self._options["measure_every"], self._options["guard"])
-        self._lock = threading.Lock()  # between a step's end and whoever asks for the state
 
     # One step.
 
-    def _comm_hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _comm_hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         if buffer.layout != torch.strided:
             raise UnsupportedError("sparse gradients cannot be compressed; use sparse=False, or leave the parameter to DDP with parameters_to_ignore", field="layout")
@@ -193,43 +193,20 @@ class Hook:
         result = done.then(lambda future: future.value())  # which raises in a way that DDP understands
         tensors = tuple(self._index[id(parameter)] for parameter in bucket.parameters())
         gradients = bucket.gradients()
-        cuts = self._cuts(tensors)
+        cuts = cut_up(tensors, [p.numel() for p in self._parameters], self._model, 0 if self._carrier.on_streams else self._piece_elements)
         if bucket.index() == 0 and cuts[0] not in self._pieces:
-            self._pieces.clear()  # DDP has rebuilt its buckets
+            self._pieces.clear()  # DDP has rebuilt its buckets, or the pieces have another size
         for cut in cuts:
-            piece = self._pieces.setdefault(cut, _Piece(self, *cut))
+            if cut not in self._pieces:
+                self._pieces[cut] = Piece(self, *cut)
+            piece = self._pieces[cut]
             at = tensors.index(cut[0][0])
             piece.take(buffer, gradients[at : at + len(cut[0])], bucket.index() == 0 and cut is cuts[0], bucket.is_last() and cut is cuts[-1])
             piece.future = done if cut is cuts[-1] else None
             self._carrier.carry(piece)
         return result
 
-    def _cuts(self, tensors: tuple[int, ...]) -> list["_Cut"]:
-        """A bucket in pieces, which follow each other on the link: while one is on its way the next is encoded, and a link
-        is filled better by many short exchanges than by two long ones. On streams a bucket stays whole: it is small enough,
-        and large enough to be worth its launches."""
-        if self._carrier.on_streams:
-            return [(tensors, 0, 1)]
-        cuts: list[_Cut] = []
-        some: list[int] = []
-        elements = 0
-        for tensor in tensors:
-            count = self._parameters[tensor].numel()
-            if count >= 2 * _PIECE and self._model.divisible(tensor):
-                if some:
-                    cuts.append((tuple(some), 0, 1))
-                parts = count // _PIECE
-                cuts += [((tensor,), part, parts) for part in range(parts)]
-                some, elements = [], 0
-                continue
-            some.append(tensor)
-            elements += count
-            if elements >= _PIECE:
-                cuts.append((tuple(some), 0, 1))
-                some, elements = [], 0
-        return cuts + ([(tuple(some), 0, 1)] if some else [])
-
-    def _all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         # As DDP itself does it: by the reciprocal, before the sum.
         buffer = bucket.buffer().mul_(1.0 / self._world)
         self._meters.sent(8 * buffer.numel() * (self._world - 1) // self._world)
@@ -237,7 +214,7 @@ class Hook:
             self.step += 1
             self._meters.step_done()
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
+        return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
     def _scale(self) -> float:
         if self._loss_scale is not None:
@@ -262,25 +239,32 @@ class Hook:
 
     def _begin(self, loss_scale: float) -> None:
         """At the first bucket, in the thread that encodes."""
-        if self._stream is not None:
-            for piece in self._pieces.values():
-                piece.come_after(self._stream)
+        self._began = time.perf_counter()
         self._model.begin(self.step, loss_scale=loss_scale, rate=self._rate, exact=self.step < self._options["warmup"])
 
-    def _end(self, used: Sequence["_Piece"]) -> None:
+    def _end(self, used: Sequence[Piece]) -> None:
         """After the last bucket, in the thread that decodes."""
         if self._stream is not None:
-            for piece in self._pieces.values():
-                self._stream.wait_stream(piece.stream)
-        with self._lock:
-            self._model.end()
-            evidence = self._model.evidence()
-            if evidence is not None:
-                self._model.learn(self._carrier.gather(evidence))
-            self._meters.sent(sum(piece.sent for piece in used))
-            for exempt in self._meters.step_done(self._carrier):
-                self._model.exempt(exempt)
-            self.step += 1
+            for piece in used:
+                piece.precede(self._stream)
+        self._model.end()
+        evidence = self._model.evidence()
+        if evidence is not None:
+            self._model.learn(self._carrier.gather(evidence))
+        sent = sum(piece.sent for piece in used)
+        self._meters.sent(sent)
+        if self._meters.steps % 100 == 1 and not self._carrier.on_streams:
+            self._choose_pieces(sent)
+        for exempt in self._meters.step_done(self._carrier):
+            self._model.exempt(exempt)
+        self.step += 1
+
+    def _choose_pieces(self, sent: int) -> None:
+        """How fast the link is, by the slowest rank. Which tensors travel together changes no value, so this may follow the
+        clock; it must only be the same everywhere, and so all decide from the same numbers."""
+        mine = sent / (time.perf_counter() - self._began)
+        speeds = struct.unpack(f"{self._world}d", self._carrier.gather(struct.pack("d", mine)))
+        self._piece_elements = FINE_PIECE if min(speeds) < SLOW else PIECE
 
     # For the user.
 
@@ -333,68 +317,3 @@ class Hook:
         self._carrier.check()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-class _Piece(Relayed):
-    """One of DDP's buckets, or a part of it, on its way."""
-
-    def __init__(self, hook: Hook, tensors: tuple[int, ...], part: int, parts: int) -> None:
-        super().__init__(hook._model, list(tensors), hook._carrier, hook._device, hook._threads, hook._times, part, parts)
-        self.hook, self.part = hook, part
-        self.future: "torch.futures.Future[torch.Tensor] | None" = None
-
-    def take(self, buffer: torch.Tensor, gradients: list[torch.Tensor], first: bool, last: bool) -> None:
-        self.buffer, self.gradients, self.first, self.last = buffer, gradients, first, last
-        self.pointers = [gradient.data_ptr() for gradient in gradients]
-        self.loss_scale = self.hook._scale() if first else 1.0
-        self.sent = 0
-        if self.stream is not None:
-            self.come_after(torch.cuda.current_stream(self.device))
-
-    def start(self) -> Parcel:
-        if self.first:
-            self.hook._used = []
-            self.hook._begin(self.loss_scale)
-        self.hook._used.append(self)
-        with self.on_stream():
-            with self.spell("encode", "up"):
-                self.relay.begin(self._idle())
-                send, slots, answers = self.encode_up(self.pointers)
-                self.hook._meters.look(self, send)
-            return self.parcel("up", send, slots, answers)
-
-    def _idle(self) -> list[int]:
-        """With find_unused_parameters, which parameters no rank has used: DDP will drop their result, so their debt must not
-        be in it. Costs a small all_reduce a bucket, as DDP's own search does."""
-        ddp = self.hook._ddp
-        if not ddp.find_unused_parameters or ddp.static_graph:
-            return []
-        used = torch.stack([gradient.count_nonzero() for gradient in self.gradients]).clamp_(max=1).to(torch.uint8)
-        return [1 - flag for flag in self.carrier.any(used)]
-
-    def middle(self, received: torch.Tensor) -> Parcel | None:
-        with self.on_stream():
-            with self.spell("decode", "down"):
-                here = self.arrived("up", received)
-                if not self.relay.down_recv:  # gather
-                    self.relay.decode_up(here.data_ptr(), here.numel(), self.pointers)
-                    return None
-                self.relay.decode_up(here.data_ptr(), here.numel())
-            with self.spell("encode", "down"):
-                send, slots, answers = self.encode_down([])
-            return self.parcel("down", send, slots, answers)
-
-    def finish(self, received: torch.Tensor | None) -> None:
-        with self.on_stream():
-            if received is not None:
-                with self.spell("decode", "end"):
-                    here = self.arrived("down", received)
-                    self.relay.decode_down(here.data_ptr(), here.numel(), self.pointers)
-            if self.last:
-                self.hook._end(self.hook._used)
-            if self.future is not None:
-                self.future.set_result(self.buffer)
-
-    def fail(self, error: BaseException) -> None:
-        if self.future is not None:
-            self.future.set_exception(error)  # type: ignore[arg-type]

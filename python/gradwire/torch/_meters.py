@@ -14,7 +14,7 @@ from ._carrier import Carrier
 from ._passage import Times
 
 if TYPE_CHECKING:
-    from ._ddp import _Piece
+    from ._pieces import Piece
 
 
 class Meters:
@@ -34,7 +34,7 @@ class Meters:
     def sent(self, count: int) -> None:
         self._bytes_now += count
 
-    def look(self, piece: "_Piece", send: torch.Tensor) -> None:
+    def look(self, piece: "Piece", send: torch.Tensor) -> None:
         """After a piece was encoded: what its own messages say, against what they were to say."""
         if not self.due:
             return

@@ -86,6 +86,10 @@ class Relayed:
         if self.stream is not None and stream is not None:
             self.stream.wait_stream(stream)
 
+    def precede(self, stream: "torch.cuda.Stream") -> None:
+        if self.stream is not None:
+            stream.wait_stream(self.stream)
+
     def spell(self, kind: str, phase: str) -> ContextManager[None]:
         return self.times.spell(kind, phase, wall=self.device.type == "cuda")
 

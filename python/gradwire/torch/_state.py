@@ -158,7 +158,7 @@ def read_checkpoint(path: str, key: str = "gradwire") -> State:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    reader = dcp.FileSystemReader(path)
+    reader = dcp.FileSystemReader(path)  # type: ignore[attr-defined]
     metadata = reader.read_metadata()
     places = metadata.planner_data or {}
     flat: State = {}
@@ -170,7 +170,7 @@ def read_checkpoint(path: str, key: str = "gradwire") -> State:
         raise UsageError(f"the checkpoint has nothing under '{key}'", field="key")
     with warnings.catch_warnings():  # it asks whether that was meant
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load(flat, storage_reader=reader, no_dist=True)
+        dcp.load(flat, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
     state: State = {"exempt": []}
     for name, value in flat.items():
         at: Any = state

@@ -31,7 +31,7 @@ class Side:
 
     def __init__(self, rules: str, device: torch.device, threads: int) -> None:
         self.rules, self.device, self.threads = _core.Rules(rules), device, threads
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.buffers, self.times = Buffers(), Times()
         self.layouts: dict[str, "Layout"] = {}  # those that keep something from step to step, by unit
         self._now, self._last = [0, 0], [0, 0]  # bytes and elements to other ranks
