@@ -14,7 +14,7 @@ site=$("$work/venv/bin/python3" -c 'import sysconfig; print(sysconfig.get_paths(
 # The compilers that CMake takes by itself, so that ccache knows the objects of the main tree. No CUDA: nobody here could run it.
 export CC=cc CXX=c++
 "$work/venv/bin/python3" -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir "$work/wheel" \
-  -C build-dir="$work/build" -C cmake.define.GRADWIRE_CUDA=OFF "$source"
+  --config-settings build-dir="$work/build" --config-settings cmake.define.GRADWIRE_CUDA=OFF "$source"
 "$work/venv/bin/python3" -m pip --disable-pip-version-check install --quiet --no-deps "$work"/wheel/gradwire-*.whl
 cd "$work"
 "$work/venv/bin/python3" -m gradwire doctor

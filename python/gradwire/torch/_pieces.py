@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Elements of a piece, where fewer than so many bytes a second go through, and where more do: what a link is filled best by,
 # and what the processor has the least work with.
-SLOW, FINE_PIECE, PIECE = 1.2e7, 1 << 19, 3 << 18
+SLOW, FINE_PIECE, PIECE = 1.2e7, 1 << 19, 1 << 20
 Cut = tuple[tuple[int, ...], int, int]  # tensors, part, parts
 
 
