@@ -198,3 +198,19 @@ def test_a_world_of_one_sends_nothing(ranks: Ranks) -> None:
 
 def test_errors_are_of_the_package() -> None:
     assert issubclass(gradwire.UnsupportedError, gradwire.Error)
+
+
+def forgotten(rank: Rank) -> Any:
+    import gc
+    import weakref
+
+    ddp, optimizer, hook = prepared(rank, "qsgd:bits=4")
+    train(rank, ddp, optimizer, range(2))
+    model, kept = weakref.ref(ddp), weakref.ref(hook)
+    del ddp, optimizer, hook
+    gc.collect()
+    return model() is None, kept() is None
+
+
+def test_a_model_that_is_dropped_is_freed(ranks: Ranks) -> None:
+    assert ranks.run(2, forgotten) == [(True, True)] * 2

@@ -25,11 +25,16 @@ namespace {
 constexpr uint64_t kTaskBlocks = 64;  // 256 KiB of f32: large against a task's overhead, small against a cache
 constexpr uint64_t kStreamBytes = 8 << 20;
 
+// Half a megabyte, of the thread and not of the runner: a collective has a runner for every peer and bucket.
+Scratch& scratch() {
+  static thread_local const std::unique_ptr<Scratch> own = std::make_unique<Scratch>();
+  return *own;
+}
+
 class CpuRunner final : public Runner {
  public:
   CpuRunner(const Plan& plan, const Device& device)
       : plan_(plan), layout_(plan.layout()), kernels_(kernels_named(device.simd)), fft_(fft_kernels(kernels_)), pool_(device.threads), head_(make_head(layout_, {})) {
-    for (int i = 0; i < pool_.threads(); ++i) scratch_.push_back(std::make_unique<Scratch>());
     for (uint32_t i = 0; i < layout_.regions.size(); ++i) cut(i);
     sums_.resize(pool_.threads());
     memory_.resize(pool_.threads());
@@ -180,7 +185,7 @@ class CpuRunner final : public Runner {
   void run(const Body& body) {
     pool_.run(tasks_.size(), [&](size_t i, int worker) {
       const FloatMode mode;
-      body(tasks_[i], i, *scratch_[worker], memory_[worker], sums_[worker]);
+      body(tasks_[i], i, scratch(), memory_[worker], sums_[worker]);
     });
   }
 
@@ -326,7 +331,6 @@ class CpuRunner final : public Runner {
   const FftKernels& fft_;
   Pool pool_;
   std::vector<std::byte> head_;
-  std::vector<std::unique_ptr<Scratch>> scratch_;  // a thread each
   std::vector<SketchMemory> memory_;
   std::vector<LaneSums> sums_;
   std::vector<Task> tasks_;

@@ -16,6 +16,7 @@ What fails on one rank stays with the carrier: every later bucket fails at once 
 from the process group, when its time-out has passed or the connection is gone.
 """
 
+import atexit
 import queue
 import threading
 import time
@@ -54,6 +55,9 @@ class Parcel:
         return group.alltoall_base(self.recv, self.send, self.recv_slots, self.send_slots)  # type: ignore[no-any-return]
 
 
+_Queue = queue.SimpleQueue[Callable[[], None] | None]
+
+
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """That of the user's own group; None (torch's default) where torch does not tell."""
     try:
@@ -74,15 +78,18 @@ class Carrier:
         self.on_streams = device.type == "cuda" and "nccl" in dist.get_backend(group)
         self.device = device if self.on_streams else torch.device("cpu")
         self.failure: BaseException | None = None
+        self._threads: list[threading.Thread] = []
         timeout = timeout or _timeout_of(group, self.device)
         name = [uuid.uuid4().hex if self.rank == 0 else ""]
         dist.broadcast_object_list(name, src=dist.get_global_rank(group, 0), group=group)
         groups = [self._own_group(f"gradwire/{name[0]}/{what}", timeout or default_pg_timeout) for what in (["up"] if self.on_streams else ["up", "down", "end"])]
         self.up, self.down, self.end = groups[0], groups[-1 if self.on_streams else 1], groups[-1]
         if not self.on_streams:
-            self._queues = [queue.SimpleQueue[Callable[[], None]]() for _ in range(3)]
+            self._queues: list[_Queue] = [queue.SimpleQueue() for _ in range(3)]
             for phase, tasks in zip(("up", "down", "end"), self._queues):
-                threading.Thread(target=self._work, args=(tasks,), name=f"gradwire {phase}", daemon=True).start()
+                thread = threading.Thread(target=self._work, args=(tasks,), name=f"gradwire {phase}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
 
     def _own_group(self, name: str, timeout: timedelta) -> Any:
         """A backend by itself, which torch's list of groups does not hold: making a listed one would involve ranks that are
@@ -105,9 +112,20 @@ class Carrier:
         return cls._all[-1]
 
     @staticmethod
-    def _work(tasks: "queue.SimpleQueue[Callable[[], None]]") -> None:
-        while True:
-            tasks.get()()
+    def _work(tasks: "_Queue") -> None:
+        while (task := tasks.get()) is not None:
+            task()
+            del task  # it would keep the last passage, and a whole model with it, until the next one comes
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Before the interpreter ends: threads of ours, and Gloo's behind them, must not outlive it."""
+        for carrier in cls._all:
+            for tasks in carrier._queues if carrier._threads else []:
+                tasks.put(None)
+            for thread in carrier._threads:
+                thread.join(1.0)
+        cls._all.clear()
 
     def carry(self, passage: Passage) -> None:
         """Returns at once on a host; on streams, when everything is enqueued. The passage tells how it ended."""
@@ -188,6 +206,9 @@ class Carrier:
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         self.up.allreduce([flags], options).wait()
         return [int(flag) for flag in flags.tolist()]
+
+
+atexit.register(Carrier.close_all)
 
 
 def _exists(group: dist.ProcessGroup) -> bool:

@@ -8,6 +8,7 @@ job starts on other buckets, and neither loses anything.
 
 import struct
 import time
+import weakref
 from datetime import timedelta
 from typing import Any, Mapping, Sequence
 
@@ -42,7 +43,7 @@ def compress(
     seed: int = 0,
     measure_every: int = 0,
     guard: float | None = None,
-    threads: int | None = None,
+    threads: int = 1,
     timeout: timedelta | float | None = None,
 ) -> "Hook":
     """Compresses the gradients that `ddp` sends; returns the hook, which holds the state. Collective: all ranks call it.
@@ -63,7 +64,7 @@ def compress(
     measure_every: every so many steps the relative error of each parameter is measured: hook.stats()["parameters"].
     guard: a limit for that error; a parameter that passes it on any rank goes uncompressed from then on, with a
         warning. Sets measure_every to 50 where that is 0.
-    threads: of the processor, for encoding; default torch.get_num_threads().
+    threads: of the processor, for encoding.
     timeout: seconds, of our own process groups; default as the group of `ddp`.
     """
     if not isinstance(ddp, DistributedDataParallel):
@@ -77,7 +78,7 @@ def compress(
     group: dist.ProcessGroup = ddp.process_group
 
     def prepare() -> tuple[Hook, Terms]:
-        hook = Hook(ddp, codec, scaler, threads or torch.get_num_threads(), options)
+        hook = Hook(ddp, codec, scaler, threads, options)
         return hook, hook._terms()
 
     hook = agreed(group, prepare)
@@ -131,7 +132,8 @@ class Hook:
 
     def __init__(self, ddp: DistributedDataParallel, codec: str, scaler: Any, threads: int, options: dict[str, Any]) -> None:
         self.step = 0  # steps taken
-        self._ddp, self._scaler, self._threads, self._options = ddp, scaler, threads, options
+        self._scaler, self._threads, self._options = scaler, threads, options
+        self._ddp = weakref.ref(ddp)  # DDP's reducer holds the hook: what holds DDP again would never be freed
         self._loss_scale: float | None = None
         self._noted_scale: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._rate = 0.0

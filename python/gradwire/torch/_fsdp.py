@@ -39,7 +39,7 @@ def compress_fsdp(
     scaler: "torch.amp.GradScaler | None" = None,
     min_elements: int = 1024,
     seed: int = 0,
-    threads: int | None = None,
+    threads: int = 1,
 ) -> "FsdpHook":
     """Compresses what a model sharded by `fully_shard` sends; returns the hook, which holds the state. Collective.
 
@@ -61,7 +61,7 @@ def compress_fsdp(
     residual: torch.float32 or torch.bfloat16, what residuals are kept in.
     scaler: with feedback, the GradScaler, if there is one: residuals are kept without its scale.
     min_elements: a unit whose shards have fewer elements goes as it is, where a plain codec is given.
-    threads: of the processor, for encoding; default torch.get_num_threads().
+    threads: of the processor, for encoding.
 
     Messages go over FSDP's own process groups. In a hybrid mesh (replicate x shard) the shard dimension is compressed, the
     all_reduce between replicas is torch's. Where a codec is fp32, torch's own collective does the work: the bits of plain FSDP.
@@ -75,7 +75,7 @@ def compress_fsdp(
     options = dict(feedback=feedback, residual=residual, min_elements=min_elements, seed=seed)
 
     def prepare() -> tuple[FsdpHook, Terms]:
-        hook = FsdpHook(model, list(units), mesh, group, (gradients, weights), scaler, threads or torch.get_num_threads(), options)
+        hook = FsdpHook(model, list(units), mesh, group, (gradients, weights), scaler, threads, options)
         return hook, hook._terms(model)
 
     hook = agreed(group, prepare)

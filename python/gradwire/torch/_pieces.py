@@ -76,8 +76,8 @@ class Piece(Relayed):
     def _idle(self) -> list[int]:
         """With find_unused_parameters, which parameters no rank has used: DDP will drop their result, so their debt must not
         be in it. Costs a small all_reduce a bucket, as DDP's own search does."""
-        ddp = self.hook._ddp
-        if not ddp.find_unused_parameters or ddp.static_graph:
+        ddp = self.hook._ddp()
+        if ddp is None or not ddp.find_unused_parameters or ddp.static_graph:
             return []
         used = torch.stack([gradient.count_nonzero() for gradient in self.gradients]).clamp_(max=1).to(torch.uint8)
         return [1 - flag for flag in self.carrier.any(used)]
