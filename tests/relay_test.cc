@@ -275,7 +275,7 @@ TEST(Relay, AnExemptTensorIsExactAndItsDebtIsPaid) {
 TEST(Relay, TheHalvesAreTheirOwnTensors) {
   // What sharded training needs: slice p belongs to rank p.
   std::vector<NamedTensor> tensors;
-  for (int p = 0; p < 3; ++p) tensors.push_back({"block/" + std::to_string(p), 9'001, p == 3 ? DType::bf16 : DType::f32, 1});
+  for (int p = 0; p < 3; ++p) tensors.push_back({"block/" + std::to_string(p), 9'001, DType::f32, 1});
   ReduceOptions options;
   options.up = options.down = "fp32";
   World up(3, tensors, options, RelayOptions::Kind::reduce_scatter), down(3, tensors, options, RelayOptions::Kind::all_gather);

@@ -15,8 +15,8 @@
 //   model.end();                                      // a NaN or an Inf in any result: the step changes no residual
 //
 // A buffer holds one slot per rank, back to back; slots are multiples of 16 bytes, so that every message is aligned, and on
-// the way down of one size where that costs little, so that an all-gather can carry them. On a GPU buffers and tensors are the device's, and after the first steps nothing waits: damaged messages come as NaN, and as
-// an Error from a later call.
+// the way down of one size where that costs little, so that an all-gather can carry them. On a GPU buffers and tensors are
+// the device's, and after the first steps nothing waits: damaged messages come as NaN, and as an Error from a later call.
 //
 // Threads: begin() of relays and encode_up() belong to one thread, decode_up() and encode_down() to another, decode_down()
 // and end() to a third, if need be; each takes the buckets in the same order.
@@ -118,8 +118,6 @@ class Relay {
   // What decode_up kept; all_gather: the values of this rank's own tensors.
   void encode_down(std::span<std::byte> mine, std::span<const void* const> values = {});
   void decode_down(std::span<const std::byte> recv, std::span<void* const> out);
-
-  uint64_t bytes() const;  // that it holds itself
 
  private:
   struct State;

@@ -8,6 +8,7 @@
 
 #include "collective/issuer.h"
 #include "collective/stages.h"
+#include "collective/sums.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -68,7 +69,7 @@ void reduce_scatter(Engine& engine, std::span<const NamedTensor> tensors, const 
       },
       [&] {
         stage->run(step, in, sums);
-        finish_sums(*job, engine.size(), stage->mine(), sums);
+        finish_sums(*job, job->device(), engine.size(), stage->mine(), sums);
         job->memory->wait();
       });
 }

@@ -8,8 +8,8 @@
 
 #include "collective/issuer.h"
 #include "collective/stages.h"
+#include "collective/sums.h"
 #include "core/bits.h"
-#include "device/sums.h"
 
 namespace gradwire {
 namespace {
@@ -46,11 +46,7 @@ struct Reducer::State {
   std::optional<uint64_t> undo_step;
   double rate = 0;
   uint64_t terms = 0;
-  std::unique_ptr<Block> scratch;  // f32 sums that cannot stand in the outputs
-  std::vector<float*> in_scratch;  // per shard of up->mine(); null: summed in the output itself
-
-  // `gather` sums f32 tensors where they are wanted; whatever else is summed is read again in another form.
-  bool summed_in_output(const Shard& shard) const { return !down && job->tensors[shard.tensor].dtype == DType::f32; }
+  std::unique_ptr<Sums> sums;
 
   void build(std::span<const NamedTensor> tensors, const ReduceOptions& options) {
     const bool scatter = options.method == ReduceOptions::Method::scatter;
@@ -65,15 +61,7 @@ struct Reducer::State {
     up_learning = std::make_unique<Learning>(*job, Side::up, engine.size());
     down_learning = std::make_unique<Learning>(*job, Side::down, engine.size());
     keep();
-    uint64_t floats = 0;
-    std::vector<uint64_t> offsets;
-    for (const Shard& shard : up->mine()) {
-      offsets.push_back(floats);
-      if (!summed_in_output(shard)) floats += (shard.count + 15) / 16 * 16;  // vectors like whole cache lines
-    }
-    scratch = std::make_unique<Block>(job->memory, Block::Place::device, floats * sizeof(float));
-    for (size_t i = 0; i < offsets.size(); ++i)
-      in_scratch.push_back(summed_in_output(up->mine()[i]) ? nullptr : scratch->floats() + offsets[i]);
+    sums = std::make_unique<Sums>(job->memory, *job, up->mine(), !scatter);
   }
 
   // The codecs of a step; what was learned may have been restored with the residuals since the last one.
@@ -160,19 +148,19 @@ struct Reducer::State {
   void move(const Request& request) {
     undo_step = request.step;
     undo = kept;
-    std::vector<float*> sums = in_scratch;
-    for (size_t i = 0; i < sums.size(); ++i)
-      if (!sums[i]) sums[i] = static_cast<float*>(request.out[up->mine()[i].tensor]);
+    std::vector<void*> outputs;
+    for (const Shard& shard : up->mine()) outputs.push_back(request.out[shard.tensor]);
+    const std::vector<float*> at = sums->places(outputs);
     if (up_learning->ahead()) {
       up->look_ahead(request.step, request.in, *up_learning);
       up_learning->learn(engine, request.step, true, clock);
       const auto spell = clock.encode();
       recode_up(request);
     }
-    up->run(request.step, request.in, sums, up_learning.get());
-    finish(request, sums);
+    up->run(request.step, request.in, at, up_learning.get());
+    finish(outputs, at);
     if (down) {
-      const std::vector<const float*> values(sums.begin(), sums.end());
+      const std::vector<const float*> values(at.begin(), at.end());
       if (down_learning->ahead()) {
         down->look_ahead(request.step, values, *down_learning);
         down_learning->learn(engine, request.step, true, clock);
@@ -184,16 +172,11 @@ struct Reducer::State {
   }
 
   // Means; where everybody has them all, in the outputs.
-  void finish(const Request& request, std::span<float* const> sums) {
+  void finish(std::span<void* const> outputs, std::span<float* const> at) {
     const auto spell = clock.decode();
-    finish_sums(*job, engine.size(), up->mine(), sums);
+    finish_sums(*job, job->device(), engine.size(), up->mine(), at);
     if (down) return;
-    std::vector<NarrowSpan> spans;
-    for (size_t i = 0; i < sums.size(); ++i) {
-      const Shard& shard = up->mine()[i];
-      if (in_scratch[i]) spans.push_back({sums[i], request.out[shard.tensor], shard.count, job->tensors[shard.tensor].dtype});
-    }
-    narrow(job->device(), spans);
+    sums->round(job->device(), outputs);
     job->memory->wait();
   }
 };
@@ -261,7 +244,7 @@ ReduceMemory Reducer::memory() const {
   const State& state = *state_;
   return {.residuals = state.feedback.bytes(),
           .messages = state.up->message_memory() + (state.down ? state.down->message_memory() : 0),
-          .sums = state.scratch->held() + state.up->sum_memory()};
+          .sums = state.sums->held() + state.up->sum_memory()};
 }
 
 }  // namespace gradwire

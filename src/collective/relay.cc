@@ -9,7 +9,7 @@
 #include <set>
 
 #include "collective/coding.h"
-#include "device/sums.h"
+#include "collective/sums.h"
 #include "device/verdict.h"
 #include "gradwire/error.h"
 
@@ -64,10 +64,11 @@ struct RelayModel::State {
         feedback(o.reduce.residual, o.reduce.device),
         up_learning(job, Side::up, o.world),
         down_learning(job, Side::down, o.world),
-        verdict(o.reduce.device),
-        exempt(tensors.size()) {
+        verdict(o.reduce.device) {
     if (o.world < 1 || o.rank < 0 || o.rank >= o.world) refuse(fmt::format("rank is {} of {}; expected 0 to world - 1", o.rank, o.world), "rank");
-    if ((has_up() && up_learning.ahead()) || (has_down() && down_learning.ahead()))
+    if (has_up()) learnings.push_back(&up_learning);
+    if (has_down()) learnings.push_back(&down_learning);
+    if (std::any_of(learnings.begin(), learnings.end(), [](const Learning* one) { return one->ahead(); }))
       throw Error(ErrorKind::unsupported,
                   "dqsgd:mode=paper must see a whole step before any of it is sent, which buckets that leave one by one do not allow; "
                   "the default mode decides from the step before",
@@ -94,15 +95,31 @@ struct RelayModel::State {
   bool has_down() const { return options.kind == Kind::all_gather || (options.kind == Kind::all_reduce && scatter); }
 
   void keep() {
-    if (has_up()) up_learning.keep(feedback);
-    if (has_down()) down_learning.keep(feedback);
+    for (const Learning* one : learnings) one->keep(feedback);
   }
   std::vector<Codec> chosen(const Learning& learning, uint64_t at, const RelayStep& how) const {
-    if (how.exact) return std::vector<Codec>(job.tensors.size());
-    std::vector<Codec> codecs = learning.codecs(at, how.rate);
-    for (size_t i = 0; i < codecs.size(); ++i)
-      if (exempt[i]) codecs[i] = Codec();
-    return codecs;
+    return how.exact ? std::vector<Codec>(job.tensors.size()) : learning.codecs(at, how.rate);
+  }
+  size_t evidence_bytes() const {
+    size_t bytes = 0;
+    for (const Learning* one : learnings) bytes += taught ? one->evidence_bytes(*taught, false) : 0;
+    return bytes;
+  }
+  void take_evidence(std::span<std::byte> out) {
+    for (Learning* one : learnings) {
+      const size_t bytes = one->evidence_bytes(*taught, false);
+      one->take_evidence(*taught, false, out.first(bytes));
+      out = out.subspan(bytes);
+    }
+  }
+  // A step that is skipped or given up teaches nothing.
+  void forget() {
+    std::vector<std::byte> nothing(evidence_bytes());
+    if (!nothing.empty()) take_evidence(nothing);
+    taught.reset();
+  }
+  void check_tensor(size_t tensor) const {
+    if (tensor >= job.tensors.size()) refuse(fmt::format("tensor is {}; there are {}", tensor, job.tensors.size()), "tensor");
   }
   void check_open(const char* what) const {
     if (!step) refuse(fmt::format("{}: no step is open; begin one first", what), "step");
@@ -113,8 +130,9 @@ struct RelayModel::State {
   Job job;
   ErrorFeedback feedback;
   Learning up_learning, down_learning;
+  std::vector<Learning*> learnings;  // those of the ways that there are
   Verdict verdict;
-  std::vector<bool> exempt, divisible;
+  std::vector<bool> divisible;
   uint64_t epoch = 0;  // of the codecs
   std::optional<uint64_t> step, taught;  // the open one, and one that has been seen but not yet learned from
   RelayStep how;
@@ -136,7 +154,7 @@ void RelayModel::begin(uint64_t step, const RelayStep& how) {
   State& s = *state_;
   if (s.step) give_up();
   if (!(how.loss_scale > 0) || how.loss_scale > 3e38f) refuse(fmt::format("loss_scale is {}; it must be finite and above 0", how.loss_scale), "loss_scale");
-  s.taught.reset();
+  s.forget();
   std::vector<Codec> up = s.chosen(s.up_learning, step, how), down = s.chosen(s.down_learning, step, how);
   if (up != s.job.up || down != s.job.down) {
     s.job.up = std::move(up);
@@ -157,18 +175,13 @@ void RelayModel::look(std::span<float> values) {
 void RelayModel::end() {
   State& s = *state_;
   s.check_open("end");
-  const uint64_t step = *s.step;
-  const bool teaches = !s.how.exact && (s.up_learning.evidence_bytes(step, false) || s.down_learning.evidence_bytes(step, false));
-  const bool bad = teaches && s.verdict.bad();  // on a GPU this waits: only where there is something to learn
-  s.feedback.decide(step, s.verdict, s.options.reduce.device);
+  s.taught = s.how.exact ? std::nullopt : s.step;
+  if (s.evidence_bytes() == 0) s.taught.reset();
+  const bool bad = s.taught && s.verdict.bad();  // on a GPU this waits: only where there is something to learn
+  s.feedback.decide(*s.step, s.verdict, s.options.reduce.device);
   s.verdict.close(s.options.reduce.device);
   s.step.reset();
-  if (!teaches) return;
-  s.taught = step;
-  if (!bad) return;
-  std::vector<std::byte> nothing(evidence_bytes());  // a step that is skipped teaches nothing
-  take_evidence(nothing);
-  s.taught.reset();
+  if (bad) s.forget();
 }
 
 void RelayModel::give_up() {
@@ -177,47 +190,37 @@ void RelayModel::give_up() {
   s.feedback.rollback(*s.step);
   s.verdict.close(s.options.reduce.device);
   s.taught = s.step;
-  std::vector<std::byte> nothing(s.how.exact ? 0 : evidence_bytes());
-  if (!nothing.empty()) take_evidence(nothing);
-  s.taught.reset();
+  s.forget();
   s.step.reset();
 }
 
-size_t RelayModel::evidence_bytes() const {
-  const State& s = *state_;
-  if (!s.taught) return 0;
-  return (s.has_up() ? s.up_learning.evidence_bytes(*s.taught, false) : 0) + (s.has_down() ? s.down_learning.evidence_bytes(*s.taught, false) : 0);
-}
+size_t RelayModel::evidence_bytes() const { return state_->evidence_bytes(); }
 
 void RelayModel::take_evidence(std::span<std::byte> out) {
   State& s = *state_;
-  if (!s.taught || out.size() != evidence_bytes()) refuse(fmt::format("evidence has {} bytes; there are {}", evidence_bytes(), out.size()), "out");
-  const size_t up = s.has_up() ? s.up_learning.evidence_bytes(*s.taught, false) : 0;
-  if (s.has_up()) s.up_learning.take_evidence(*s.taught, false, out.first(up));
-  if (s.has_down()) s.down_learning.take_evidence(*s.taught, false, out.subspan(up));
+  if (!s.taught || out.size() != s.evidence_bytes()) refuse(fmt::format("out has {} bytes; the evidence has {}", out.size(), s.evidence_bytes()), "out");
+  s.take_evidence(out);
 }
 
 void RelayModel::learn(std::span<const std::byte> all_ranks) {
   State& s = *state_;
-  const size_t bytes = evidence_bytes(), world = static_cast<size_t>(s.options.world);
+  const size_t bytes = s.evidence_bytes(), world = static_cast<size_t>(s.options.world);
   if (!s.taught || all_ranks.size() != bytes * world) refuse(fmt::format("the evidence of {} ranks has {} bytes; got {}", world, bytes * world, all_ranks.size()), "all_ranks");
-  const size_t up = s.has_up() ? s.up_learning.evidence_bytes(*s.taught, false) : 0;
-  std::vector<std::span<const std::byte>> ups, downs;
-  for (size_t rank = 0; rank < world; ++rank) {
-    const auto own = all_ranks.subspan(rank * bytes, bytes);
-    ups.push_back(own.first(up));
-    downs.push_back(own.subspan(up));
+  size_t at = 0;
+  for (Learning* one : s.learnings) {
+    const size_t here = one->evidence_bytes(*s.taught, false);
+    std::vector<std::span<const std::byte>> ranks;
+    for (size_t rank = 0; rank < world; ++rank) ranks.push_back(all_ranks.subspan(rank * bytes + at, here));
+    one->learn(*s.taught, false, ranks);
+    at += here;
   }
-  if (s.has_up()) s.up_learning.learn(*s.taught, false, ups);
-  if (s.has_down()) s.down_learning.learn(*s.taught, false, downs);
   s.taught.reset();
   s.keep();
 }
 
 void RelayModel::exempt(size_t tensor) {
   State& s = *state_;
-  if (tensor >= s.exempt.size()) refuse(fmt::format("tensor is {}; there are {}", tensor, s.exempt.size()), "tensor");
-  s.exempt[tensor] = true;
+  s.check_tensor(tensor);
   s.up_learning.release(tensor);
   s.down_learning.release(tensor);
 }
@@ -227,7 +230,7 @@ ErrorFeedback& RelayModel::feedback() { return state_->feedback; }
 const std::vector<NamedTensor>& RelayModel::tensors() const { return state_->job.tensors; }
 bool RelayModel::divisible(size_t tensor) const {
   const State& s = *state_;
-  if (tensor >= s.exempt.size()) refuse(fmt::format("tensor is {}; there are {}", tensor, s.exempt.size()), "tensor");
+  s.check_tensor(tensor);
   return s.divisible[tensor];
 }
 uint64_t RelayModel::skipped() const { return state_->verdict.skipped(); }
@@ -235,10 +238,9 @@ uint64_t RelayModel::skipped() const { return state_->verdict.skipped(); }
 void RelayModel::restore(ErrorFeedback&& state) {
   State& s = *state_;
   give_up();
-  s.taught.reset();
+  s.forget();
   s.feedback = std::move(state);
-  s.up_learning.restore(s.feedback);
-  s.down_learning.restore(s.feedback);
+  for (Learning* one : s.learnings) one->restore(s.feedback);
   s.keep();
 }
 
@@ -260,7 +262,7 @@ struct Relay::State {
     if (m.has_up()) up.emplace(job, seat, device, m.scatter ? lists : all);
     if (m.has_down()) down.emplace(job, seat, device, lists, m.options.kind == Kind::all_reduce);
     staging = std::make_unique<Staging>(memory, true);
-    if (up) make_scratch();
+    if (up) sums.emplace(memory, job, up->mine(), !halfway());
     measure();
     epoch = m.epoch;
   }
@@ -272,20 +274,8 @@ struct Relay::State {
     return {shard.tensor, shard.first + first, end - first, shard.owner};
   }
 
-  // Sums are f32; where they cannot stand in the outputs they stand here.
-  void make_scratch() {
-    const auto in_output = [&](const Shard& shard) {
-      return model.options.kind == Kind::reduce_scatter || !model.scatter ? model.job.tensors[shard.tensor].dtype == DType::f32 : false;
-    };
-    uint64_t floats = 0;
-    std::vector<uint64_t> offsets;
-    for (const Shard& shard : up->mine()) {
-      offsets.push_back(floats);
-      if (!in_output(shard)) floats += (shard.count + 15) / 16 * 16;
-    }
-    scratch = std::make_unique<Block>(memory, Block::Place::device, floats * sizeof(float));
-    for (size_t i = 0; i < offsets.size(); ++i) in_scratch.push_back(in_output(up->mine()[i]) ? nullptr : scratch->floats() + offsets[i]);
-  }
+  // The results come with decode_down.
+  bool halfway() const { return up && down; }
 
   void measure() {
     if (up) {
@@ -318,13 +308,9 @@ struct Relay::State {
     return all;
   }
 
-  void look(std::span<void* const> out) {
-    std::vector<ResultSpan> results;
-    for (const std::vector<Shard>& list : down->lists()) {
-      const std::vector<void*> at = locate(model.job, list, out);
-      for (size_t i = 0; i < at.size(); ++i) results.push_back({at[i], list[i].count, model.job.tensors[list[i].tensor].dtype});
-    }
-    model.verdict.look(device, results);
+  // Results that lie there.
+  void add(std::vector<ResultSpan>& results, std::span<const Shard> shards, std::span<void* const> at) const {
+    for (size_t i = 0; i < shards.size(); ++i) results.push_back({at[i], shards[i].count, model.job.tensors[shards[i].tensor].dtype});
   }
 
   Learning* learning(Learning& one) { return model.how.exact ? nullptr : &one; }
@@ -335,8 +321,7 @@ struct Relay::State {
   std::shared_ptr<Memory> memory;
   std::optional<UpCoding> up;
   std::optional<DownCoding> down;
-  std::unique_ptr<Block> scratch;
-  std::vector<float*> in_scratch;  // per shard of up->mine(); null: summed in the output itself
+  std::optional<Sums> sums;
   Slots sent, received, downs;
   uint64_t epoch;
   std::unique_ptr<Staging> staging;  // last: it waits before the rest goes
@@ -388,36 +373,22 @@ void Relay::decode_own(std::span<const std::byte> send, std::span<void* const> o
 void Relay::decode_up(std::span<const std::byte> recv, std::span<void* const> out) {
   State& s = *state_;
   if (!s.up) refuse("an all_gather has no way up", "kind");
-  const bool halfway = s.model.options.kind == Kind::all_reduce && s.model.scatter;  // the results come with decode_down
   const std::vector<Shard>& mine = s.up->mine();
-  std::vector<void*> to(mine.size());
-  if (!halfway) {
-    if (s.model.scatter) {  // the halves: one pointer for each of this rank's tensors
-      if (out.size() != mine.size()) refuse(fmt::format("out has {} pointers; this rank has {} tensors", out.size(), mine.size()), "out");
-      to.assign(out.begin(), out.end());
-    } else {
-      to = locate(s.model.job, mine, std::span<void* const>(s.spread(out, "out")));
-    }
+  std::vector<void*> to;
+  if (s.model.options.kind == Kind::reduce_scatter) {
+    if (out.size() != mine.size()) refuse(fmt::format("out has {} pointers; this rank has {} tensors", out.size(), mine.size()), "out");
+    to.assign(out.begin(), out.end());
+  } else if (!s.halfway()) {
+    to = locate(s.model.job, mine, std::span<void* const>(s.spread(out, "out")));
   }
-  std::vector<float*> sums = s.in_scratch;
-  std::vector<SumSpan> spans;
-  for (size_t i = 0; i < sums.size(); ++i) {
-    if (!sums[i]) sums[i] = static_cast<float*>(to[i]);
-    spans.push_back({sums[i], mine[i].count});
-  }
-  s.up->decode(s.step(), s.received.cut(recv, "recv"), sums, *s.staging);
-  const bool mean = s.model.job.options.op == ReduceOptions::Op::mean;
-  if (mean && s.model.options.world > 1) divide(s.device, spans, static_cast<float>(s.model.options.world));
+  const std::vector<float*> at = s.sums->places(to);
+  s.up->decode(s.step(), s.received.cut(recv, "recv"), at, *s.staging);
+  if (s.model.options.world > 1) finish_sums(s.model.job, s.device, s.model.options.world, mine, at);
   s.up->poll();
-  if (halfway) return;
-  std::vector<NarrowSpan> narrowed;
+  if (s.halfway()) return;
+  s.sums->round(s.device, to);
   std::vector<ResultSpan> results;
-  for (size_t i = 0; i < mine.size(); ++i) {
-    const DType dtype = s.model.job.tensors[mine[i].tensor].dtype;
-    if (s.in_scratch[i]) narrowed.push_back({sums[i], to[i], mine[i].count, dtype});
-    results.push_back({to[i], mine[i].count, dtype});
-  }
-  narrow(s.device, narrowed);
+  s.add(results, mine, to);
   s.model.verdict.look(s.device, results);
 }
 
@@ -427,12 +398,13 @@ void Relay::encode_down(std::span<std::byte> mine, std::span<const void* const> 
   const auto rank = static_cast<size_t>(s.model.options.rank);
   const size_t bytes = s.downs.messages[rank], slot = s.downs.slots[rank];
   if (mine.size() != slot) refuse(fmt::format("mine has {} bytes; the slot has {}", mine.size(), slot), "mine");
-  std::vector<const void*> from(s.in_scratch.begin(), s.in_scratch.end());
-  if (s.model.options.kind == Kind::all_gather) {
-    from.assign(values.begin(), values.end());
-    if (from.size() != s.down->mine().size())
-      refuse(fmt::format("values has {} pointers; this rank has {} tensors", from.size(), s.down->mine().size()), "values");
+  std::vector<const void*> from(values.begin(), values.end());
+  if (s.halfway()) {
+    const std::vector<float*> at = s.sums->places({});
+    from.assign(at.begin(), at.end());
   }
+  if (from.size() != s.down->mine().size())
+    refuse(fmt::format("values has {} pointers; this rank has {} tensors", from.size(), s.down->mine().size()), "values");
   s.down->encode(s.step(), from, mine.first(bytes), *s.staging, s.learning(s.model.down_learning));
 }
 
@@ -442,9 +414,9 @@ void Relay::decode_down(std::span<const std::byte> recv, std::span<void* const> 
   const std::vector<void*> all = s.spread(out, "out");
   s.down->decode(s.step(), s.downs.cut(recv, "recv"), all, *s.staging);
   s.down->poll();
-  s.look(all);
+  std::vector<ResultSpan> results;
+  for (const std::vector<Shard>& list : s.down->lists()) s.add(results, list, locate(s.model.job, list, std::span<void* const>(all)));
+  s.model.verdict.look(s.device, results);
 }
-
-uint64_t Relay::bytes() const { return state_->scratch ? state_->scratch->held() : 0; }
 
 }  // namespace gradwire

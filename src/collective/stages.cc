@@ -33,12 +33,6 @@ uint64_t held(std::span<const Block> blocks) {
   return bytes;
 }
 
-std::vector<SumSpan> spans_of(std::span<const Shard> shards, std::span<float* const> sums) {
-  std::vector<SumSpan> spans;
-  for (size_t i = 0; i < shards.size(); ++i) spans.push_back({sums[i], shards[i].count});
-  return spans;
-}
-
 // What was decoded into f32 tensors has the bits of a CPU's result, not-a-numbers too.
 void settle_outputs(const Job& job, std::span<void* const> out) {
   if (job.memory->on_host()) return;
@@ -224,11 +218,6 @@ void RootStage::run(uint64_t step, std::span<void* const> data) {
   coder_.decode(message_.bytes(), at, Write::set, stamp, staging_);
   settle_outputs(job_, data);
   coder_.wait();
-}
-
-void finish_sums(const Job& job, int world, std::span<const Shard> shards, std::span<float* const> sums) {
-  const bool mean = job.options.op == ReduceOptions::Op::mean;
-  divide(job.device(), spans_of(shards, sums), mean ? static_cast<float>(world) : 1.0f);
 }
 
 }  // namespace gradwire

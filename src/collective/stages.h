@@ -92,8 +92,4 @@ class RootStage {
   Staging staging_;
 };
 
-// The sums become means where the job asks for it. IEEE division: exact where the mean is representable. On a GPU it is
-// only enqueued.
-void finish_sums(const Job& job, int world, std::span<const Shard> shards, std::span<float* const> sums);
-
 }  // namespace gradwire

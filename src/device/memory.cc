@@ -36,10 +36,10 @@ std::shared_ptr<Memory> memory_of(const Device& device) {
   return std::make_shared<HostMemory>();
 }
 
+void no_cuda() { throw Error(ErrorKind::unsupported, "this build has no CUDA: configure it where nvcc is found", "device"); }
+
 #if !defined(GRADWIRE_HAS_CUDA)
-std::shared_ptr<Memory> cuda_memory(int, void*) {
-  throw Error(ErrorKind::unsupported, "this build has no CUDA: configure it where nvcc is found", "device");
-}
+std::shared_ptr<Memory> cuda_memory(int, void*) { no_cuda(); }
 #endif
 
 }  // namespace gradwire

@@ -32,7 +32,8 @@ struct Memory {
 };
 
 std::shared_ptr<Memory> memory_of(const Device& device);
-// memory_cuda.cc; Error{unsupported} in a build without CUDA.
+[[noreturn]] void no_cuda();  // Error{unsupported}: what a GPU's part of a build without CUDA says
+// memory_cuda.cc; no_cuda() in a build without.
 std::shared_ptr<Memory> cuda_memory(int index, void* stream);
 
 }  // namespace gradwire

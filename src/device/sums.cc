@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "core/bits.h"
-#include "gradwire/error.h"
+#include "device/memory.h"
 
 namespace gradwire {
 
@@ -29,12 +29,8 @@ void settle_nans(const Device& device, std::span<const SumSpan> values) {
 }
 
 #if !defined(GRADWIRE_HAS_CUDA)
-void cuda_divide(int, void*, std::span<const SumSpan>, float) {
-  throw Error(ErrorKind::unsupported, "this build has no CUDA: configure it where nvcc is found", "device");
-}
-void cuda_narrow(int, void*, std::span<const NarrowSpan>) {
-  throw Error(ErrorKind::unsupported, "this build has no CUDA: configure it where nvcc is found", "device");
-}
+void cuda_divide(int, void*, std::span<const SumSpan>, float) { no_cuda(); }
+void cuda_narrow(int, void*, std::span<const NarrowSpan>) { no_cuda(); }
 #endif
 
 }  // namespace gradwire

@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "core/bits.h"
-#include "gradwire/error.h"
 
 namespace gradwire {
 namespace {
@@ -69,9 +68,6 @@ uint64_t Verdict::skipped() const {
 }
 
 #if !defined(GRADWIRE_HAS_CUDA)
-namespace {
-[[noreturn]] void no_cuda() { throw Error(ErrorKind::unsupported, "this build has no CUDA: configure it where nvcc is found", "device"); }
-}  // namespace
 void cuda_look(int, void*, std::span<const ResultSpan>, uint32_t*) { no_cuda(); }
 void cuda_keep_if_bad(int, void*, std::span<const KeepSpan>, const uint32_t*) { no_cuda(); }
 void cuda_close(int, void*, uint32_t*) { no_cuda(); }

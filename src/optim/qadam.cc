@@ -192,9 +192,7 @@ void QAdam::write(Moment moment, size_t parameter, std::span<const float> values
 uint64_t QAdam::bytes() const { return moments().size() * first_->floats * sizeof(float); }
 
 #if !defined(GRADWIRE_HAS_CUDA)
-void cuda_qadam(int, void*, std::span<const QAdamSpan>, const QAdamNumbers&) {
-  throw Error(ErrorKind::unsupported, "this build has no CUDA: configure it where nvcc is found", "device");
-}
+void cuda_qadam(int, void*, std::span<const QAdamSpan>, const QAdamNumbers&) { no_cuda(); }
 #endif
 
 }  // namespace gradwire
