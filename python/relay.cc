@@ -32,15 +32,17 @@ ReduceOptions::Feedback feedback_of(const char* field, const std::string& word) 
   return one_of<Feedback>(field, word, {{"codec", Feedback::codec}, {"on", Feedback::on}, {"off", Feedback::off}});
 }
 
-std::unique_ptr<RelayModel> make_model(const Tensors& list, const std::string& kind, const std::string& method, const std::string& up, const std::string& down,
-                                       const std::string& feedback, const std::string& owner_feedback, const std::string& residual, uint64_t seed, int rank,
-                                       int world, const Device& device) {
+std::unique_ptr<RelayModel> make_model(const Tensors& list, const std::string& kind, const std::string& method,
+                                       const std::string& up, const std::string& down, const std::string& feedback,
+                                       const std::string& owner_feedback, const std::string& residual, uint64_t seed,
+                                       int rank, int world, const Device& device) {
   RelayOptions options;
   options.kind = one_of<RelayOptions::Kind>("kind", kind,
                                             {{"all_reduce", RelayOptions::Kind::all_reduce},
                                              {"reduce_scatter", RelayOptions::Kind::reduce_scatter},
                                              {"all_gather", RelayOptions::Kind::all_gather}});
-  options.reduce.method = one_of<ReduceOptions::Method>("method", method, {{"scatter", ReduceOptions::Method::scatter}, {"gather", ReduceOptions::Method::gather}});
+  options.reduce.method = one_of<ReduceOptions::Method>(
+      "method", method, {{"scatter", ReduceOptions::Method::scatter}, {"gather", ReduceOptions::Method::gather}});
   options.reduce.up = up;
   options.reduce.down = down;
   options.reduce.feedback = feedback_of("feedback", feedback);
@@ -51,7 +53,8 @@ std::unique_ptr<RelayModel> make_model(const Tensors& list, const std::string& k
   options.rank = rank;
   options.world = world;
   std::vector<NamedTensor> tensors;
-  for (const auto& [name, count, dtype, dimensions] : list) tensors.push_back({name, count, parse_dtype(dtype), dimensions});
+  for (const auto& [name, count, dtype, dimensions] : list)
+    tensors.push_back({name, count, parse_dtype(dtype), dimensions});
   return std::make_unique<RelayModel>(std::move(tensors), options);
 }
 
@@ -102,18 +105,29 @@ void restore(RelayModel& model, const SharedFeedback& from) {
 }
 
 void bind_model(py::module_& module) {
-  py::class_<RelayModel>(module, "RelayModel", "All tensors of a model: residuals by name, what codecs learn, the step.")
-      .def(py::init(&make_model), py::arg("tensors"), py::kw_only(), py::arg("kind") = "all_reduce", py::arg("method") = "scatter", py::arg("up"),
-           py::arg("down") = "", py::arg("feedback") = "codec", py::arg("owner_feedback") = "on", py::arg("residual") = "f32", py::arg("seed") = 0,
-           py::arg("rank") = 0, py::arg("world") = 1, py::arg("device") = Device{})
+  py::class_<RelayModel>(module, "RelayModel",
+                         "All tensors of a model: residuals by name, what codecs learn, the step.")
+      .def(py::init(&make_model), py::arg("tensors"), py::kw_only(), py::arg("kind") = "all_reduce",
+           py::arg("method") = "scatter", py::arg("up"), py::arg("down") = "", py::arg("feedback") = "codec",
+           py::arg("owner_feedback") = "on", py::arg("residual") = "f32", py::arg("seed") = 0, py::arg("rank") = 0,
+           py::arg("world") = 1, py::arg("device") = Device{})
       .def("terms", &RelayModel::terms, "What must be alike on all ranks, as (field, text).")
       .def(
-          "begin", [](RelayModel& m, uint64_t step, float loss_scale, double rate, bool exact) { m.begin(step, {loss_scale, rate, exact}); }, py::arg("step"),
-          py::kw_only(), py::arg("loss_scale") = 1.0f, py::arg("rate") = 0.0, py::arg("exact") = false, Unlocked())
+          "begin",
+          [](RelayModel& m, uint64_t step, float loss_scale, double rate, bool exact) {
+            m.begin(step, {loss_scale, rate, exact});
+          },
+          py::arg("step"), py::kw_only(), py::arg("loss_scale") = 1.0f, py::arg("rate") = 0.0, py::arg("exact") = false,
+          Unlocked())
       .def(
-          "look", [](RelayModel& m, Address values, size_t count) { m.look({reinterpret_cast<float*>(values), count}); }, py::arg("values"),
-          py::arg("count"), Unlocked(), "f32 values that must be finite too, or the open step changes nothing.")
-      .def("end", &RelayModel::end, Unlocked(), "The step is over: its residuals become what is owed, unless a result was not finite.")
+          "look",
+          [](RelayModel& m, Address values, size_t count) {
+            m.look({reinterpret_cast<float*>(values), count});
+          },
+          py::arg("values"), py::arg("count"), Unlocked(),
+          "f32 values that must be finite too, or the open step changes nothing.")
+      .def("end", &RelayModel::end, Unlocked(),
+           "The step is over: its residuals become what is owed, unless a result was not finite.")
       .def("give_up", &RelayModel::give_up, Unlocked(), "The open step changes nothing.")
       .def("evidence", &evidence, "What the last step taught this rank, or None.")
       .def("learn", &learn, py::arg("all_ranks"), "The evidence of all ranks, one after the other.")
@@ -122,39 +136,56 @@ void bind_model(py::module_& module) {
       .def("codecs", &codecs, py::arg("side"), "(spec, bytes) of every tensor in the step.")
       .def("skipped", &RelayModel::skipped, Unlocked(), "Steps whose results were not finite.")
       .def(
-          "hash", [](RelayModel& m) { return m.feedback().hash(); }, Unlocked(), "Of all residuals and of what was learned.")
+          "hash", [](RelayModel& m) { return m.feedback().hash(); }, Unlocked(),
+          "Of all residuals and of what was learned.")
       .def(
-          "residual_bytes", [](RelayModel& m) { return m.feedback().bytes(); }, "Bytes that residuals take, both copies.")
+          "residual_bytes", [](RelayModel& m) { return m.feedback().bytes(); },
+          "Bytes that residuals take, both copies.")
       .def("state", &state, Unlocked(), "A copy of the residuals and of what was learned, on the host.")
       .def("restore", &restore, py::arg("state"), Unlocked());
 }
 
 void bind_relays(py::module_& module) {
   py::class_<Relay>(module, "Relay", "Some tensors of a RelayModel, coded together; buffers hold a slot per rank.")
-      .def(py::init([](RelayModel& model, const std::vector<size_t>& tensors, const Device& device, uint64_t part, uint64_t parts) {
-             return std::make_unique<Relay>(model, tensors, device, part, parts);
-           }),
-           py::arg("model"), py::arg("tensors"), py::arg("device"), py::arg("part") = 0, py::arg("parts") = 1, py::keep_alive<1, 2>(), Unlocked())
+      .def(py::init([](RelayModel& model, const std::vector<size_t>& tensors, const Device& device, uint64_t part,
+                       uint64_t parts) { return std::make_unique<Relay>(model, tensors, device, part, parts); }),
+           py::arg("model"), py::arg("tensors"), py::arg("device"), py::arg("part") = 0, py::arg("parts") = 1,
+           py::keep_alive<1, 2>(), Unlocked())
       .def(
-          "begin", [](Relay& r, const std::vector<uint8_t>& idle) { r.begin(idle); }, py::arg("idle") = std::vector<uint8_t>{}, Unlocked())
+          "begin", [](Relay& r, const std::vector<uint8_t>& idle) { r.begin(idle); },
+          py::arg("idle") = std::vector<uint8_t>{}, Unlocked())
       .def_property_readonly("up_send", &Relay::up_send)
       .def_property_readonly("up_recv", &Relay::up_recv)
       .def_property_readonly("down_recv", &Relay::down_recv)
       .def(
-          "encode_up", [](Relay& r, const std::vector<Address>& in, Address send, size_t bytes) { r.encode_up(pointers<const void*>(in), bytes_at(send, bytes)); },
+          "encode_up",
+          [](Relay& r, const std::vector<Address>& in, Address send, size_t bytes) {
+            r.encode_up(pointers<const void*>(in), bytes_at(send, bytes));
+          },
           py::arg("tensors"), py::arg("send"), py::arg("bytes"), Unlocked())
       .def(
-          "decode_own", [](Relay& r, Address send, size_t bytes, const std::vector<Address>& out) { r.decode_own(bytes_at(send, bytes), pointers<void*>(out)); },
+          "decode_own",
+          [](Relay& r, Address send, size_t bytes, const std::vector<Address>& out) {
+            r.decode_own(bytes_at(send, bytes), pointers<void*>(out));
+          },
           py::arg("send"), py::arg("bytes"), py::arg("out"), Unlocked())
       .def(
-          "decode_up", [](Relay& r, Address recv, size_t bytes, const std::vector<Address>& out) { r.decode_up(bytes_at(recv, bytes), pointers<void*>(out)); },
+          "decode_up",
+          [](Relay& r, Address recv, size_t bytes, const std::vector<Address>& out) {
+            r.decode_up(bytes_at(recv, bytes), pointers<void*>(out));
+          },
           py::arg("recv"), py::arg("bytes"), py::arg("out") = std::vector<Address>{}, Unlocked())
       .def(
           "encode_down",
-          [](Relay& r, Address mine, size_t bytes, const std::vector<Address>& values) { r.encode_down(bytes_at(mine, bytes), pointers<const void*>(values)); },
+          [](Relay& r, Address mine, size_t bytes, const std::vector<Address>& values) {
+            r.encode_down(bytes_at(mine, bytes), pointers<const void*>(values));
+          },
           py::arg("mine"), py::arg("bytes"), py::arg("values") = std::vector<Address>{}, Unlocked())
       .def(
-          "decode_down", [](Relay& r, Address recv, size_t bytes, const std::vector<Address>& out) { r.decode_down(bytes_at(recv, bytes), pointers<void*>(out)); },
+          "decode_down",
+          [](Relay& r, Address recv, size_t bytes, const std::vector<Address>& out) {
+            r.decode_down(bytes_at(recv, bytes), pointers<void*>(out));
+          },
           py::arg("recv"), py::arg("bytes"), py::arg("out"), Unlocked());
 }
 

@@ -19,7 +19,7 @@ build() { # preset
 
 build fuzz
 build coverage
-corpus=(build/fuzz/corpus build/fuzz/golden tests/corpus)
+corpus=(build/fuzz/corpus build/fuzz/golden tests/wire/corpus)
 
 echo "== fuzzing for $seconds s in $jobs processes; inputs and findings in build/fuzz"
 build/fuzz/bin/fuzz_decode -fork="$jobs" -max_total_time="$seconds" -timeout=20 -rss_limit_mb=2048 \

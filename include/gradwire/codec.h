@@ -48,20 +48,20 @@ struct Traits {
 
 class Codec {
  public:
-  Codec();                                   // fp32
+  Codec();                                    // fp32
   static Codec parse(std::string_view spec);  // throws Error{usage} naming the field, the value and what is allowed
   std::string str() const;                    // parse(str()) == *this
   const std::string& name() const;
   Traits traits() const;
-  uint64_t bytes(uint64_t count) const;       // body bytes of one tensor in a message (alignment not counted)
+  uint64_t bytes(uint64_t count) const;  // body bytes of one tensor in a message (alignment not counted)
   bool has(std::string_view parameter) const;
   std::string get(std::string_view parameter) const;
   Codec with(std::string_view parameter, std::string_view value) const;  // the table is left behind
-  std::span<const uint32_t> table() const;                  // what was learned; empty: the defaults
-  Codec fitted(std::span<const uint32_t> table) const;      // throws Error{usage, "table"} naming what is wrong with it
-  std::vector<std::string> describe() const;                // the table in words, for people; empty without one
+  std::span<const uint32_t> table() const;                               // what was learned; empty: the defaults
+  Codec fitted(std::span<const uint32_t> table) const;  // throws Error{usage, "table"} naming what is wrong with it
+  std::vector<std::string> describe() const;            // the table in words, for people; empty without one
   const Scheme& scheme() const;
-  friend bool operator==(const Codec& a, const Codec& b);   // spec and table
+  friend bool operator==(const Codec& a, const Codec& b);  // spec and table
 
  private:
   struct Impl;

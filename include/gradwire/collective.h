@@ -94,8 +94,8 @@ class Reducer {
 
   // Codecs that learn (learn.h) do so by themselves: evidence is gathered from all ranks after a step, and what was learned is kept in
   // feedback() as notes, so that it is saved and restored with the residuals.
-  void set_rate(double rate);                   // the learning rate of the steps to come, for codecs that follow it
-  std::vector<Codec> codecs(Side side) const;   // of the last step, per tensor, with what they had learned
+  void set_rate(double rate);                  // the learning rate of the steps to come, for codecs that follow it
+  std::vector<Codec> codecs(Side side) const;  // of the last step, per tensor, with what they had learned
 
   // A state to go on with is assigned to it; it must have been loaded for the device of the options.
   ErrorFeedback& feedback();

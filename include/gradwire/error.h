@@ -38,9 +38,8 @@ class Error : public std::runtime_error {
 
 #define GW_STRINGIFY_(x) #x
 #define GW_STRINGIFY(x) GW_STRINGIFY_(x)
-#define GW_CHECK(condition)                                                                            \
-  do {                                                                                                 \
-    if (!(condition))                                                                                  \
-      throw std::logic_error("gradwire: broken invariant: " #condition " (" __FILE__                   \
-                             ":" GW_STRINGIFY(__LINE__) ")");                                          \
+#define GW_CHECK(condition)                                                                                           \
+  do {                                                                                                                \
+    if (!(condition))                                                                                                 \
+      throw std::logic_error("gradwire: broken invariant: " #condition " (" __FILE__ ":" GW_STRINGIFY(__LINE__) ")"); \
   } while (false)

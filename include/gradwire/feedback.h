@@ -72,7 +72,8 @@ class ErrorFeedback {
   void decide(uint64_t step, Verdict& verdict, const Device& device);
 
   void save(const std::string& path) const;  // atomic: the old file stays whole until the new one is complete
-  static ErrorFeedback load(const std::string& path, const Device& device = {});  // a truncated or altered file is refused
+  static ErrorFeedback load(const std::string& path,
+                            const Device& device = {});  // a truncated or altered file is refused
 
   // The states of all ranks of one world -> the states for another world. Keeps the debt in units of the mean:
   // (1/W) * sum of the workers' residuals + the owners' residuals, within f32 rounding.

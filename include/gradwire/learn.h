@@ -47,7 +47,7 @@ class Learner {
   void take_evidence(std::span<std::byte> out);  // and forgets it
   void learn(uint64_t step, std::span<const std::span<const std::byte>> ranks);
 
-  std::vector<std::byte> save() const;  // a multiple of 8 bytes
+  std::vector<std::byte> save() const;             // a multiple of 8 bytes
   void restore(std::span<const std::byte> state);  // throws Error{frame, "learned"} unless it is of this codec
 
  private:

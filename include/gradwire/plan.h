@@ -27,20 +27,20 @@ struct TensorSpec {
   uint64_t count = 0;
   DType dtype = DType::f32;
   Codec codec;
-  uint64_t first = 0;                  // of a piece of a larger tensor: index of its first element in that tensor
+  uint64_t first = 0;                   // of a piece of a larger tensor: index of its first element in that tensor
   std::optional<uint64_t> name_hash{};  // read from a message, which carries the hash alone
 };
 
 // Who sends what when. Written into the header; with the seed, the key of the random bits.
 struct Stamp {
-  uint64_t seed = 0;   // does not travel
+  uint64_t seed = 0;  // does not travel
   uint64_t step = 0;
   uint32_t stage = 0;  // 0 up (worker to owner), 1 down (owner to all); other numbers are the caller's
   uint32_t rank = 0;
   uint32_t world = 1;
 };
 
-struct Layout;  // src/flow/layout.h
+struct Layout;  // src/message/layout.h
 
 class Plan {
  public:

@@ -25,9 +25,10 @@ namespace gradwire {
 struct Device {
   enum class Kind { cpu, cuda };
   Kind kind = Kind::cpu;
-  int threads = 1;         // cpu
-  std::string simd = {};   // cpu: "" the best the processor has, "scalar" the reference loop, or a name of simd_targets()
-  int index = 0;           // cuda
+  int threads = 1;  // cpu
+  std::string simd =
+      {};         // cpu: "" the best the processor has, "scalar" the reference loop, or a name of simd_targets()
+  int index = 0;  // cuda
   void* stream = nullptr;  // cuda: a cudaStream_t
 };
 
@@ -66,11 +67,13 @@ class Runner {
   // For those who learn from what is sent (learn.h). Both hand out memory of the runner's on the host, which holds the values after wait() and
   // until the next call of the same function: the picked blocks as f32, feedback added, zeros behind a tensor's end; and the first
   // side word of every unit of the tensors `which`, in order, from a message that this runner encoded.
-  virtual std::span<const float> sample(std::span<const void* const> tensors, const Residuals* residuals, std::span<const Pick> picks) = 0;
+  virtual std::span<const float> sample(std::span<const void* const> tensors, const Residuals* residuals,
+                                        std::span<const Pick> picks) = 0;
   virtual std::span<const uint32_t> sides(std::span<const std::byte> message, std::span<const uint32_t> which) = 0;
 
   virtual void wait() = 0;  // until everything enqueued is done; throws what went wrong
-  virtual void poll() = 0;  // throws what was found wrong by an earlier poll's time; on a GPU it only enqueues a question
+  virtual void
+  poll() = 0;  // throws what was found wrong by an earlier poll's time; on a GPU it only enqueues a question
   virtual const Plan& plan() const = 0;
 };
 

@@ -15,7 +15,7 @@ except ImportError as error:
     pytest.exit(f"gradwire cannot be imported ({error}): pip install . first, and run elsewhere than in python/", 2)
 
 SOURCE = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(SOURCE / "tests"))  # second_decoder.py, which knows nothing of the library
+sys.path.insert(0, str(SOURCE / "tests/wire"))  # second_decoder.py, which knows nothing of the library
 
 
 def pytest_configure(config):
@@ -26,7 +26,7 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session")
 def golden():
-    return SOURCE / "tests/golden"
+    return SOURCE / "tests/wire/golden"
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import pytest
 import gradwire
 from conftest import EVERY_CODEC, SOURCE
 
-MANIFEST = json.loads((SOURCE / "tests/golden/manifest.json").read_text(encoding="utf-8"))
+MANIFEST = json.loads((SOURCE / "tests/wire/golden/manifest.json").read_text(encoding="utf-8"))
 SINGLE = [f for f in MANIFEST["frames"] if len(f["tensors"]) == 1 and f["tensors"][0]["first"] == 0]
 
 

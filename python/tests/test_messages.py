@@ -9,7 +9,7 @@ import pytest
 import gradwire
 from conftest import SOURCE
 
-MANIFEST = json.loads((SOURCE / "tests/golden/manifest.json").read_text(encoding="utf-8"))
+MANIFEST = json.loads((SOURCE / "tests/wire/golden/manifest.json").read_text(encoding="utf-8"))
 SEVERAL = [f for f in MANIFEST["frames"] if len(f["tensors"]) != 1 or f["tensors"][0]["first"]]
 
 

@@ -95,7 +95,8 @@ struct Cast16Body {
     const U bits = L::bits(x), magnitude = L::and_u(bits, L::set_u(0x7fffffffu));
     const U sign = L::and_u(L::template shr<16>(bits), L::set_u(0x8000u));
     const U odd = L::and_u(L::template shr<13>(magnitude), L::set_u(1));
-    const U normal = L::template shr<13>(L::sub_u(L::add_u(L::add_u(magnitude, L::set_u(0xfffu)), odd), L::set_u(0x38000000u)));
+    const U normal =
+        L::template shr<13>(L::sub_u(L::add_u(L::add_u(magnitude, L::set_u(0xfffu)), odd), L::set_u(0x38000000u)));
     const U small = L::sub_u(L::bits(L::add(L::from_bits(magnitude), L::set(0.5f))), L::set_u(0x3f000000u));
     const U half = L::or_u(sign, L::select_u(L::less_u(magnitude, L::set_u(0x38800000u)), small, normal));
     // 65520 and above round to 2^16, which f16 does not have.
@@ -150,17 +151,28 @@ GW_DISPATCH auto with_body(const Scheme& s, Call& call) {
     case Body::uniform:
       if (s.stat == Stat::clip) return call.template run<UniformBody<2, true>>();
       switch (s.bits) {
-        case 2: return call.template run<UniformBody<2, false>>();
-        case 3: return call.template run<UniformBody<3, false>>();
-        case 4: return call.template run<UniformBody<4, false>>();
-        case 5: return call.template run<UniformBody<5, false>>();
-        case 6: return call.template run<UniformBody<6, false>>();
-        case 7: return call.template run<UniformBody<7, false>>();
-        default: return call.template run<UniformBody<8, false>>();
+        case 2:
+          return call.template run<UniformBody<2, false>>();
+        case 3:
+          return call.template run<UniformBody<3, false>>();
+        case 4:
+          return call.template run<UniformBody<4, false>>();
+        case 5:
+          return call.template run<UniformBody<5, false>>();
+        case 6:
+          return call.template run<UniformBody<6, false>>();
+        case 7:
+          return call.template run<UniformBody<7, false>>();
+        default:
+          return call.template run<UniformBody<8, false>>();
       }
-    case Body::sign: return call.template run<SignBody>();
-    case Body::cast16: return call.template run<Cast16Body>();
-    case Body::castb16: return call.template run<CastB16Body>();
-    default: return call.template run<Cast32Body>();
+    case Body::sign:
+      return call.template run<SignBody>();
+    case Body::cast16:
+      return call.template run<Cast16Body>();
+    case Body::castb16:
+      return call.template run<CastB16Body>();
+    default:
+      return call.template run<Cast32Body>();
   }
 }

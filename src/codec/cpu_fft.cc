@@ -4,7 +4,7 @@
 #include <bit>
 #include <cstring>
 
-#include "device/fft_kernels.h"
+#include "codec/fft/fft_kernels.h"
 #include "device/lane.h"
 
 #if !defined(GW_UNROLL)
@@ -31,9 +31,12 @@ namespace {
 namespace hn = hwy::HWY_NAMESPACE;
 #undef GW_BODY
 #define GW_BODY HWY_INLINE
+// Each of these needs the ones before it.
+// clang-format off
 #include "device/hwy_lane-inl.h"
-#include "device/fft-inl.h"
-#include "device/fft_cpu-inl.h"
+#include "codec/fft/fft-inl.h"
+#include "codec/fft/fft_cpu-inl.h"
+// clang-format on
 
 struct FftVectorLane : VectorLane {
   using D4 = hwy::HWY_NAMESPACE::FixedTag<float, 4>;
@@ -98,8 +101,11 @@ namespace {
 
 #undef GW_BODY
 #define GW_BODY inline
-#include "device/fft-inl.h"
-#include "device/fft_cpu-inl.h"
+// Each of these needs the ones before it.
+// clang-format off
+#include "codec/fft/fft-inl.h"
+#include "codec/fft/fft_cpu-inl.h"
+// clang-format on
 
 struct FftScalarLane : ScalarLane {
   static void load_pairs(const float* p, F& even, F& odd) {

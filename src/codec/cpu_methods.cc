@@ -27,9 +27,12 @@ namespace hn = hwy::HWY_NAMESPACE;
 #define GW_BODY HWY_INLINE
 #undef GW_DISPATCH
 #define GW_DISPATCH HWY_INLINE
+// Each of these needs the ones before it.
+// clang-format off
 #include "device/hwy_lane-inl.h"
 #include "codec/methods-inl.h"
 #include "device/cpu_driver-inl.h"
+// clang-format on
 
 }  // namespace
 

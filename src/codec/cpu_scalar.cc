@@ -6,21 +6,24 @@
 #include <functional>
 #include <utility>
 
+#include "codec/casq/sketch.h"
 #include "core/random.h"
 #include "device/kernels.h"
 #include "device/lane.h"
-#include "device/sketch.h"
 
 namespace gradwire {
 namespace {
 
 #define GW_BODY inline
 #define GW_DISPATCH inline
+// Each of these needs the ones before it.
+// clang-format off
 #include "codec/bodies-inl.h"
 #include "codec/methods-inl.h"
 #include "device/cpu_driver-inl.h"
-#include "device/cpu_select-inl.h"
-#include "device/sketch_cpu-inl.h"
+#include "codec/topk/cpu_select-inl.h"
+#include "codec/casq/sketch_cpu-inl.h"
+// clang-format on
 
 void encode_methods(const Span& span, const UnitParams* whole, Scratch& scratch, LaneSums& check) {
   EncodeCall<ScalarLane> call{span, whole, scratch, check};

@@ -18,7 +18,27 @@ struct Table {
     using D = Driver<L>;
     using P = Packing<L>;
     using S = SketchDriver<L>;
-    return {name, D::stage, D::absmax, D::sums, encode, decode, Selection<L>::select, D::put, D::put_residual,
-            S::classify, S::split, S::merge, S::count, S::round, S::narrow_means, S::widen_means, P::pack_block, P::unpack_block, P::pack_tail, P::unpack_tail, D::sum_rows, D::sum_words};
+    return {name,
+            D::stage,
+            D::absmax,
+            D::sums,
+            encode,
+            decode,
+            Selection<L>::select,
+            D::put,
+            D::put_residual,
+            S::classify,
+            S::split,
+            S::merge,
+            S::count,
+            S::round,
+            S::narrow_means,
+            S::widen_means,
+            P::pack_block,
+            P::unpack_block,
+            P::pack_tail,
+            P::unpack_tail,
+            D::sum_rows,
+            D::sum_words};
   }
 };

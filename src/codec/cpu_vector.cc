@@ -7,9 +7,9 @@
 #include <functional>
 #include <utility>
 
+#include "codec/casq/sketch.h"
 #include "core/random.h"
 #include "device/kernels.h"
-#include "device/sketch.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "codec/cpu_vector.cc"
@@ -33,12 +33,15 @@ namespace hn = hwy::HWY_NAMESPACE;
 #define GW_BODY HWY_INLINE
 #undef GW_DISPATCH
 #define GW_DISPATCH HWY_INLINE
+// Each of these needs the ones before it.
+// clang-format off
 #include "device/hwy_lane-inl.h"
 #include "codec/bodies-inl.h"
 #include "device/cpu_driver-inl.h"
-#include "device/cpu_select-inl.h"
-#include "device/sketch_cpu-inl.h"
+#include "codec/topk/cpu_select-inl.h"
+#include "codec/casq/sketch_cpu-inl.h"
 #include "codec/cpu_table-inl.h"
+// clang-format on
 
 }  // namespace
 
@@ -87,8 +90,8 @@ const Kernels& kernels_named(const std::string& simd) {
   if (simd.empty()) return *vector_kernels().front();
   for (const Kernels* table : vector_kernels())
     if (simd == table->name) return *table;
-  throw Error(ErrorKind::usage, fmt::format("simd is '{}'; allowed here are scalar, {}", simd, fmt::join(simd_targets(), ", ")),
-              "simd");
+  throw Error(ErrorKind::usage,
+              fmt::format("simd is '{}'; allowed here are scalar, {}", simd, fmt::join(simd_targets(), ", ")), "simd");
 }
 
 }  // namespace gradwire

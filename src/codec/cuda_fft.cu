@@ -6,9 +6,9 @@
 
 #include <algorithm>
 
+#include "codec/fft/cuda_fft.h"
 #include "core/checksum.h"
 #include "core/random.h"
-#include "device/cuda_fft.h"
 #include "device/lane.h"
 
 namespace gradwire {
@@ -17,11 +17,14 @@ namespace {
 #define GW_BODY __device__ __forceinline__
 #define GW_QUOTIENT(a, b) __fdividef(a, b)
 // clang-format off: one builds on the other
+// Each of these needs the ones before it.
+// clang-format off
 #include "device/cuda_head.cuh"
 #include "device/cuda_driver.cuh"
-#include "device/fft-inl.h"
-#include "device/cuda_fft.cuh"
-#include "device/cuda_fft_units.cuh"
+#include "codec/fft/fft-inl.h"
+#include "codec/fft/cuda_fft.cuh"
+#include "codec/fft/cuda_fft_units.cuh"
+// clang-format on
 // clang-format on
 
 // As many thread blocks as the device holds at once, or fewer; `wanted` blocks would have one turn each.
@@ -95,8 +98,8 @@ struct DecodeCall {
   cudaStream_t stream;
   template <int kBins>
   void run() {
-    launch<fft_decode_full<kBins>>(job, l, blocks_of<kBins>(l), FftTeam<kBins>::kBlockThreads, shared_of<kBins>(l, false),
-                                   stream);
+    launch<fft_decode_full<kBins>>(job, l, blocks_of<kBins>(l), FftTeam<kBins>::kBlockThreads,
+                                   shared_of<kBins>(l, false), stream);
   }
 };
 

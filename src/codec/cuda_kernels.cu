@@ -17,28 +17,34 @@ namespace {
 
 #define GW_BODY __host__ __device__ __forceinline__
 #define GW_DISPATCH inline
+// Each of these needs the ones before it.
+// clang-format off
 #include "codec/bodies-inl.h"
 #include "device/cuda_head.cuh"
 #include "device/cuda_driver.cuh"
 #include "device/cuda_fast.cuh"
 #include "device/cuda_launch.cuh"
-#include "device/cuda_select.cuh"
+#include "codec/topk/cuda_select.cuh"
+// clang-format on
 
 // Kernel arguments carry the addresses: unlike a copy from host memory, a launch never waits. One launch takes kPack of them.
 constexpr size_t kPack = 480;
 struct PointerPack {
   const void* p[kPack];
 };
-__global__ void begin_kernel(const __grid_constant__ PointerPack pack, const __grid_constant__ CudaBegin begin, const void** to, unsigned count, bool first) {
+__global__ void begin_kernel(const __grid_constant__ PointerPack pack, const __grid_constant__ CudaBegin begin,
+                             const void** to, unsigned count, bool first) {
   for (unsigned i = threadIdx.x; i < count; i += blockDim.x) to[i] = pack.p[i];
   if (!first) return;
   if (threadIdx.x == 0) *begin.check = 0;
   if (threadIdx.x == 0 && begin.status) *begin.status = 0;
   if (begin.keys)
-    for (unsigned i = threadIdx.x; i < begin.tensors; i += blockDim.x) begin.keys[i] = tensor_key(begin.call, begin.name_hashes[i]);
+    for (unsigned i = threadIdx.x; i < begin.tensors; i += blockDim.x)
+      begin.keys[i] = tensor_key(begin.call, begin.name_hashes[i]);
 }
 
-__global__ void finish_kernel(const __grid_constant__ CudaHead head, std::byte* message, const unsigned long long* check) {
+__global__ void finish_kernel(const __grid_constant__ CudaHead head, std::byte* message,
+                              const unsigned long long* check) {
   for (uint32_t i = threadIdx.x; i < head.bytes / 16; i += blockDim.x)
     reinterpret_cast<uint4*>(message)[i] = reinterpret_cast<const uint4*>(head.expected)[i];
   uint32_t* body = reinterpret_cast<uint32_t*>(message + head.bytes);
@@ -62,12 +68,14 @@ __global__ void head_kernel(const __grid_constant__ CudaJob job) {
 
 __global__ void finish_decode_kernel(const __grid_constant__ CudaJob job, uint32_t* sticky, bool first) {
   uint32_t problem = *job.status;
-  if (seal(*job.check, job.head.body_words) != *reinterpret_cast<const uint64_t*>(job.message + 56)) problem |= kBadBody;
+  if (seal(*job.check, job.head.body_words) != *reinterpret_cast<const uint64_t*>(job.message + 56))
+    problem |= kBadBody;
   if (problem == 0) return;
   if (first && blockIdx.x == 0 && threadIdx.x == 0) atomicOr(sticky, problem);  // until wait() reads it
   for (uint64_t i = blockIdx.x; i < block_count(job); i += gridDim.x) {
     const Item item = block_of(job, i);
-    for (uint64_t e = item.number * kBlock + threadIdx.x; e < min_u64(item.piece.count, (item.number + 1) * kBlock); e += blockDim.x)
+    for (uint64_t e = item.number * kBlock + threadIdx.x; e < min_u64(item.piece.count, (item.number + 1) * kBlock);
+         e += blockDim.x)
       store_value(job.out[item.piece.tensor], job.dtype, false, e, bits_float(kMarker));
   }
 }
@@ -109,7 +117,8 @@ void encode_selected(const CudaJob& job, cudaStream_t stream) {
 
 }  // namespace
 
-void cuda_begin(const CudaBegin& begin, const void* const* host, const void** device, size_t count, cudaStream_t stream) {
+void cuda_begin(const CudaBegin& begin, const void* const* host, const void** device, size_t count,
+                cudaStream_t stream) {
   size_t at = 0;
   do {
     PointerPack pack;
@@ -178,7 +187,8 @@ void cuda_sample(std::span<const CudaPick> picks, DType residual, float loss_sca
   cuda_throw(cudaGetLastError(), "kernel launch");
 }
 
-void cuda_finish_encode(const CudaHead& head, std::byte* message, const unsigned long long* check, cudaStream_t stream) {
+void cuda_finish_encode(const CudaHead& head, std::byte* message, const unsigned long long* check,
+                        cudaStream_t stream) {
   finish_kernel<<<1, 256, 0, stream>>>(head, message, check);
   cuda_throw(cudaGetLastError(), "kernel launch");
 }

@@ -15,11 +15,14 @@ namespace {
 
 #define GW_BODY __host__ __device__ __forceinline__
 #define GW_DISPATCH inline
+// Each of these needs the ones before it.
+// clang-format off
 #include "codec/methods-inl.h"
 #include "device/cuda_head.cuh"
 #include "device/cuda_driver.cuh"
 #include "device/cuda_fast.cuh"
 #include "device/cuda_launch.cuh"
+// clang-format on
 
 }  // namespace
 

@@ -5,28 +5,32 @@
 
 #include <algorithm>
 
+#include "codec/casq/sketch.h"
 #include "core/checksum.h"
 #include "core/random.h"
 #include "device/cuda_job.h"
 #include "device/lane.h"
-#include "device/sketch.h"
 
 namespace gradwire {
 namespace {
 
+// Each of these needs the ones before it.
+// clang-format off
 #include "device/cuda_head.cuh"
 #include "device/cuda_driver.cuh"
 #include "device/cuda_fast.cuh"
 #include "device/cuda_launch.cuh"
-#include "device/cuda_clusters.cuh"
-#include "device/cuda_sketch.cuh"
-#include "device/cuda_sketch_hash.cuh"
+#include "codec/casq/cuda_clusters.cuh"
+#include "codec/casq/cuda_sketch.cuh"
+#include "codec/casq/cuda_sketch_hash.cuh"
+// clang-format on
 
 // A thread block a tile, and as many as the device holds at once. What they share goes by the scheme.
 template <auto kKernel>
 void launch_tiles(const CudaJob& job, size_t shared, cudaStream_t stream) {
   int per_sm = 1;
-  cuda_throw(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "shared memory");
+  cuda_throw(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
+             "shared memory");
   cuda_throw(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kKernel, 1024, shared), "occupancy");
   kKernel<<<limited(job.items, per_sm), 1024, shared, stream>>>(job);
   cuda_throw(cudaGetLastError(), "kernel launch");
@@ -73,20 +77,28 @@ void cuda_encode_sketch(const CudaJob& job, cudaStream_t stream) {
     cuda_throw(cudaMemsetAsync(job.bucket_counts, 0, job.buckets * sizeof(uint32_t), stream), "memset");
   }
   switch (job.scheme.bits) {
-    case 1: return encode<1>(job, stream);
-    case 2: return encode<2>(job, stream);
-    case 3: return encode<3>(job, stream);
-    default: return encode<4>(job, stream);
+    case 1:
+      return encode<1>(job, stream);
+    case 2:
+      return encode<2>(job, stream);
+    case 3:
+      return encode<3>(job, stream);
+    default:
+      return encode<4>(job, stream);
   }
 }
 
 void cuda_decode_sketch(const CudaJob& job, cudaStream_t stream) {
   if (job.head.expected) cuda_check_head(job, stream);
   switch (job.scheme.bits) {
-    case 1: return decode<1>(job, stream);
-    case 2: return decode<2>(job, stream);
-    case 3: return decode<3>(job, stream);
-    default: return decode<4>(job, stream);
+    case 1:
+      return decode<1>(job, stream);
+    case 2:
+      return decode<2>(job, stream);
+    case 3:
+      return decode<3>(job, stream);
+    default:
+      return decode<4>(job, stream);
   }
 }
 

@@ -23,7 +23,7 @@ struct Parameter {
   std::string meaning;
   bool learning = false;  // says how the codec learns, not how a step is encoded
 
-  std::string allowed() const;                          // in words
+  std::string allowed() const;                            // in words
   std::string canonical(const std::string& value) const;  // throws Error{usage}
 };
 

@@ -8,7 +8,8 @@
 // middle level); in it, the chance of rounding up rises from 0 to 2^16 with the slope, from p.b on.
 template <int kDepth>
 struct LevelsBody {
-  static constexpr int kCodeBits = kDepth <= 4 ? kDepth : 0;  // up to 4 the depth is the width, and codes are packed as they are made
+  static constexpr int kCodeBits =
+      kDepth <= 4 ? kDepth : 0;  // up to 4 the depth is the width, and codes are packed as they are made
   static constexpr bool kRandom = true;
   static constexpr int kSize = 1 << kDepth;
 
@@ -56,7 +57,8 @@ struct LevelsBody {
     const F slope = L::template lookup<kSize>(p.table + kSize, cell.number);
     const F chance = L::add(L::mul(L::sub(t, cell.level), slope), L::set(p.b));
     // Adding 2^23 rounds the chance to an integer; the random bits are brought beside it without a conversion.
-    return L::count_less(cell.number, L::from_bits(L::or_u(rnd, L::set_u(0x4b000000u))), L::add(chance, L::set(8388608.0f)));
+    return L::count_less(cell.number, L::from_bits(L::or_u(rnd, L::set_u(0x4b000000u))),
+                         L::add(chance, L::set(8388608.0f)));
   }
   template <class L>
   static GW_BODY typename L::F decode(typename L::U code, const UnitParams& p) {
@@ -82,7 +84,8 @@ struct LogBody {
     const U magnitude = L::and_u(L::bits(L::mul(x, L::set(p.scale))), L::set_u(0x7fffffffu));
     const U exponent = L::max_u(L::template shr<23>(L::add_u(magnitude, L::set_u(0x400000u))), L::set_u(p.base));
     const U rank = L::sub_u(L::min_u(exponent, L::set_u(127)), L::set_u(p.base - 1));
-    const U size = L::select_u(L::less_u(magnitude, L::set_u((p.base - 1) << 23)), L::set_u(0), rank);  // below half of the least power
+    const U size = L::select_u(L::less_u(magnitude, L::set_u((p.base - 1) << 23)), L::set_u(0),
+                               rank);  // below half of the least power
     return L::select_u(L::less(x, L::set(0.0f)), L::sub_u(L::set_u(p.top), size), L::add_u(L::set_u(p.top), size));
   }
   template <class L>
@@ -92,7 +95,8 @@ struct LogBody {
     const U size = L::select_u(negative, L::sub_u(L::set_u(p.top), code), L::sub_u(code, L::set_u(p.top)));
     const U power = L::template shl<23>(L::add_u(size, L::set_u(p.base - 1)));
     const U sign = L::select_u(negative, L::set_u(0x80000000u), L::set_u(0));
-    return L::mul(L::from_bits(L::select_u(L::equal_u(size, L::set_u(0)), L::set_u(0), L::or_u(sign, power))), L::set(p.a));
+    return L::mul(L::from_bits(L::select_u(L::equal_u(size, L::set_u(0)), L::set_u(0), L::or_u(sign, power))),
+                  L::set(p.a));
   }
   template <class L>
   static GW_BODY typename L::U check(typename L::U seen, typename L::U code) {
@@ -118,7 +122,9 @@ struct RangeBody {
     const U code = L::select_u(L::less(x, L::set(0.0f)), L::add_u(L::min_u(size, L::set_u(p.bottom)), L::set_u(p.top)),
                                L::min_u(size, L::set_u(p.top)));
     // Half of a normal number has the exponent below; of a subnormal, half the pattern.
-    const uint32_t zero = !kRound ? least : least >= 0x1000000u ? least - 0x800000u : float_bits(bits_float(least) * 0.5f);
+    const uint32_t zero = !kRound               ? least
+                          : least >= 0x1000000u ? least - 0x800000u
+                                                : float_bits(bits_float(least) * 0.5f);
     const typename L::M small = L::less_u(magnitude, L::set_u(zero > 1 ? zero : 1));
     return L::select_u(small, L::set_u(0), code);
   }
@@ -155,7 +161,8 @@ struct WideBody {
   }
   template <class L>
   static GW_BODY typename L::F decode(typename L::U code, const UnitParams& p) {
-    const typename L::F level = L::sub(L::from_bits(L::or_u(code, L::set_u(0x4b000000u))), L::set(8388608.0f + static_cast<float>(p.top)));
+    const typename L::F level =
+        L::sub(L::from_bits(L::or_u(code, L::set_u(0x4b000000u))), L::set(8388608.0f + static_cast<float>(p.top)));
     return L::mul(level, L::set(p.a));
   }
   template <class L>
@@ -191,14 +198,22 @@ GW_DISPATCH auto with_method(const Scheme& s, Call& call) {
   switch (s.body) {
     case Body::levels:
       switch (s.bits) {
-        case 2: return call.template run<LevelsBody<2>>();
-        case 3: return call.template run<LevelsBody<3>>();
-        case 4: return call.template run<LevelsBody<4>>();
-        default: return call.template run<LevelsBody<8>>();
+        case 2:
+          return call.template run<LevelsBody<2>>();
+        case 3:
+          return call.template run<LevelsBody<3>>();
+        case 4:
+          return call.template run<LevelsBody<4>>();
+        default:
+          return call.template run<LevelsBody<8>>();
       }
-    case Body::log: return call.template run<LogBody>();
-    case Body::range: return s.truncate ? call.template run<RangeBody<false>>() : call.template run<RangeBody<true>>();
-    case Body::wide: return call.template run<WideBody>();
-    default: return call.template run<NoneBody>();
+    case Body::log:
+      return call.template run<LogBody>();
+    case Body::range:
+      return s.truncate ? call.template run<RangeBody<false>>() : call.template run<RangeBody<true>>();
+    case Body::wide:
+      return call.template run<WideBody>();
+    default:
+      return call.template run<NoneBody>();
   }
 }

@@ -41,10 +41,14 @@ std::string shown(std::string_view text) {
 
 std::string Parameter::allowed() const {
   switch (type) {
-    case Type::integer: return fmt::format("an integer from {} to {}", low, high);
-    case Type::power_of_two: return fmt::format("a power of two from {} to {}", low, high);
-    case Type::real: return fmt::format("a number from {} to {}", low, high);
-    case Type::choice: return fmt::format("one of {}", fmt::join(choices, ", "));
+    case Type::integer:
+      return fmt::format("an integer from {} to {}", low, high);
+    case Type::power_of_two:
+      return fmt::format("a power of two from {} to {}", low, high);
+    case Type::real:
+      return fmt::format("a number from {} to {}", low, high);
+    case Type::choice:
+      return fmt::format("one of {}", fmt::join(choices, ", "));
   }
   return {};
 }
@@ -55,7 +59,8 @@ std::string Parameter::canonical(const std::string& value) const {
       if (value == choice) return value;
   } else if (type == Type::real) {
     double number = 0;
-    if (read_number(value, number) && number >= low && number <= high) return fmt::format("{}", number == 0 ? 0.0 : number);  // no -0
+    if (read_number(value, number) && number >= low && number <= high)
+      return fmt::format("{}", number == 0 ? 0.0 : number);  // no -0
   } else {
     int64_t number = 0;
     if (read_number(value, number) && static_cast<double>(number) >= low && static_cast<double>(number) <= high &&
@@ -87,7 +92,8 @@ struct Codec::Impl {
     if (d.apply)
       d.apply(values, table, scheme, floats);
     else if (!table.empty())
-      throw Error(ErrorKind::usage, fmt::format("table has {} words; {} learns nothing and has none", table.size(), d.name), "table");
+      throw Error(ErrorKind::usage,
+                  fmt::format("table has {} words; {} learns nothing and has none", table.size(), d.name), "table");
     if (!floats.empty()) {
       floats.resize(std::max<size_t>(floats.size(), 32));  // vectors load whole tables
       scheme.table = floats.data();
@@ -113,14 +119,16 @@ Codec Codec::parse(std::string_view spec) {
   if (!def) {
     std::vector<std::string> names;
     for (const CodecDef& d : definitions()) names.push_back(d.name);
-    throw Error(ErrorKind::usage, fmt::format("codec is '{}'; known are {}", shown(name), fmt::join(names, ", ")), "codec");
+    throw Error(ErrorKind::usage, fmt::format("codec is '{}'; known are {}", shown(name), fmt::join(names, ", ")),
+                "codec");
   }
   Values values;
   for (const Parameter& p : def->parameters) values.text[p.name] = p.fallback;
   std::map<std::string, bool> given;
   std::string_view rest = name.size() < spec.size() ? spec.substr(name.size() + 1) : std::string_view{};
   if (name.size() < spec.size() && rest.empty())
-    throw Error(ErrorKind::usage, fmt::format("codec '{}' ends with a colon but gives no parameter", shown(spec)), "codec");
+    throw Error(ErrorKind::usage, fmt::format("codec '{}' ends with a colon but gives no parameter", shown(spec)),
+                "codec");
   while (!rest.empty()) {
     const std::string_view item = rest.substr(0, rest.find(','));
     const bool more = item.size() < rest.size();
@@ -136,7 +144,8 @@ Codec Codec::parse(std::string_view spec) {
     if (!parameter)
       throw Error(ErrorKind::usage,
                   names.empty() ? fmt::format("{} has no parameter '{}'; it takes none", def->name, shown(key))
-                                : fmt::format("{} has no parameter '{}'; allowed are {}", def->name, shown(key), fmt::join(names, ", ")),
+                                : fmt::format("{} has no parameter '{}'; allowed are {}", def->name, shown(key),
+                                              fmt::join(names, ", ")),
                   key);
     if (equals == std::string_view::npos)
       throw Error(ErrorKind::usage, fmt::format("{} has no value; allowed is {}", key, parameter->allowed()), key);
@@ -168,14 +177,17 @@ Codec Codec::with(std::string_view parameter, std::string_view value) const {
   std::string spec = name();
   char separator = ':';
   for (const Parameter& p : impl_->def->parameters) {
-    spec += fmt::format("{}{}={}", separator, p.name, p.name == parameter ? std::string(value) : impl_->values.text.at(p.name));
+    spec += fmt::format("{}{}={}", separator, p.name,
+                        p.name == parameter ? std::string(value) : impl_->values.text.at(p.name));
     separator = ',';
   }
   return parse(spec);
 }
 
 std::span<const uint32_t> Codec::table() const { return impl_->table; }
-Codec Codec::fitted(std::span<const uint32_t> table) const { return Codec(std::make_shared<Impl>(*impl_->def, impl_->values, table)); }
+Codec Codec::fitted(std::span<const uint32_t> table) const {
+  return Codec(std::make_shared<Impl>(*impl_->def, impl_->values, table));
+}
 std::vector<std::string> Codec::describe() const {
   return impl_->def->describe ? impl_->def->describe(impl_->values, impl_->table) : std::vector<std::string>{};
 }

@@ -7,9 +7,9 @@
 #include <cmath>
 #include <cstring>
 
+#include "codec/casq/sketch.h"
 #include "codec/define.h"
 #include "codec/parameters.h"
-#include "device/sketch.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -22,7 +22,8 @@ constexpr float kDefaultCut = 1.9f;
 
 struct ClusterTable {
   std::vector<float> thresholds;
-  std::vector<uint32_t> words;  // per cluster: tile, the clusters in the order in which they get buckets; paper, shares in 2^-16
+  std::vector<uint32_t>
+      words;  // per cluster: tile, the clusters in the order in which they get buckets; paper, shares in 2^-16
 };
 
 ClusterTable default_clusters(uint32_t bits, bool paper) {
@@ -39,12 +40,14 @@ ClusterTable default_clusters(uint32_t bits, bool paper) {
 ClusterTable read_clusters(uint32_t bits, bool paper, Table table) {
   const uint32_t clusters = 1u << bits;
   if (table.empty()) return default_clusters(bits, paper);
-  if (table.size() != 2 * clusters - 1) refuse_table(fmt::format("{} words; expected {}", table.size(), 2 * clusters - 1));
+  if (table.size() != 2 * clusters - 1)
+    refuse_table(fmt::format("{} words; expected {}", table.size(), 2 * clusters - 1));
   ClusterTable t;
   for (uint32_t i = 0; i + 1 < clusters; ++i) {
     const float threshold = bits_float(table[i]);
     if (!std::isfinite(threshold)) refuse_table(fmt::format("threshold {} that is not finite", i));
-    if (i > 0 && !(threshold > t.thresholds.back())) refuse_table(fmt::format("thresholds {} and {} that are not ascending", i - 1, i));
+    if (i > 0 && !(threshold > t.thresholds.back()))
+      refuse_table(fmt::format("thresholds {} and {} that are not ascending", i - 1, i));
     t.thresholds.push_back(threshold);
   }
   if (t.thresholds[clusters / 2 - 1] != 0) refuse_table("a middle threshold that is not 0");
@@ -73,36 +76,72 @@ double theta_of(const Values& v, Table table) {
 
 // Ge et al., CASQ, CLUSTER 2021 and Sci. China Inf. Sci. 2023.
 CodecDef codec_casq() {
-  return {"casq",
-          "clusters of values, each with a table of bucket means; few bits, wants feedback (CASQ)",
-          "casq:bits=2",
-          {{"bits", Type::integer, "2", 1, 4, {}, "bits of a cluster's number: half of the 2^bits clusters are negative"},
-           {"budget", Type::real, "0.0625", 0.0001, 1, {}, "buckets per element: 16 bits each (32 in mode=paper)"},
-           {"mode", Type::choice, "tile", 0, 0, {"tile", "paper"}, "tile: tiles of 32768 elements, buckets by rank; paper: the whole tensor, buckets by hash, as published"},
-           {"rule", Type::choice, "optimal", 0, 0, {"optimal", "density", "entropy", "outliers"}, "mode=paper: how buckets are shared among clusters", true},
-           {"cut", Type::real, "0", 0, 0.9999, {}, "share of a sign's values before its outliers (published: 0.95); 0: fitted", true},
-           {"counts", Type::choice, "off", 0, 0, {"off", "on"}, "mode=paper: send the buckets' counts, so that tables of several senders can be merged"},
-           {"start", Type::integer, "0", 0, 1e9, {}, "steps that are sent as fp32 before (published: 500)", true},
-           refit_parameter("100")},
-          [](const Values& v) {
-            if (!paper(v) && v.choice("counts") == "on") throw Error(ErrorKind::usage, "counts is on; only mode=paper can send them", "counts");
-            return Scheme{.body = Body::clusters, .stat = Stat::l2, .bits = static_cast<uint8_t>(v.integer("bits")), .unit = paper(v) ? 0 : kTile,
-                          .ratio = v.real("budget"), .steps = paper(v) && v.choice("counts") == "on"};
-          },
-          [](const Values& v) { return Traits{.lossless = false, .unbiased = false, .feedback = true, .unit = paper(v) ? 0 : kTile}; },
-          [](const Values& v, Table table, Scheme&, std::vector<float>& floats) {
-            const ClusterTable t = read_clusters(v.integer("bits"), paper(v), table);
-            floats = t.thresholds;
-            for (uint32_t word : t.words) floats.push_back(static_cast<float>(word));
-          },
-          [](const Values& v, Table table) {
-            const ClusterTable t = read_clusters(v.integer("bits"), paper(v), table);
-            std::vector<std::string> shown;
-            for (float threshold : t.thresholds) shown.push_back(fmt::format("{:.4g}", threshold));
-            return std::vector<std::string>{fmt::format("thresholds{}, in root mean squares: {}", table.empty() ? " (not fitted)" : "", fmt::join(shown, " ")),
-                                            paper(v) ? fmt::format("shares of the buckets, in 1/65536: {}", fmt::join(t.words, " "))
-                                                     : fmt::format("clusters in the order in which they get buckets: {}", fmt::join(t.words, " "))};
-          }};
+  return {
+      "casq",
+      "clusters of values, each with a table of bucket means; few bits, wants feedback (CASQ)",
+      "casq:bits=2",
+      {{"bits", Type::integer, "2", 1, 4, {}, "bits of a cluster's number: half of the 2^bits clusters are negative"},
+       {"budget", Type::real, "0.0625", 0.0001, 1, {}, "buckets per element: 16 bits each (32 in mode=paper)"},
+       {"mode",
+        Type::choice,
+        "tile",
+        0,
+        0,
+        {"tile", "paper"},
+        "tile: tiles of 32768 elements, buckets by rank; paper: the whole tensor, buckets by hash, as published"},
+       {"rule",
+        Type::choice,
+        "optimal",
+        0,
+        0,
+        {"optimal", "density", "entropy", "outliers"},
+        "mode=paper: how buckets are shared among clusters",
+        true},
+       {"cut",
+        Type::real,
+        "0",
+        0,
+        0.9999,
+        {},
+        "share of a sign's values before its outliers (published: 0.95); 0: fitted",
+        true},
+       {"counts",
+        Type::choice,
+        "off",
+        0,
+        0,
+        {"off", "on"},
+        "mode=paper: send the buckets' counts, so that tables of several senders can be merged"},
+       {"start", Type::integer, "0", 0, 1e9, {}, "steps that are sent as fp32 before (published: 500)", true},
+       refit_parameter("100")},
+      [](const Values& v) {
+        if (!paper(v) && v.choice("counts") == "on")
+          throw Error(ErrorKind::usage, "counts is on; only mode=paper can send them", "counts");
+        return Scheme{.body = Body::clusters,
+                      .stat = Stat::l2,
+                      .bits = static_cast<uint8_t>(v.integer("bits")),
+                      .unit = paper(v) ? 0 : kTile,
+                      .ratio = v.real("budget"),
+                      .steps = paper(v) && v.choice("counts") == "on"};
+      },
+      [](const Values& v) {
+        return Traits{.lossless = false, .unbiased = false, .feedback = true, .unit = paper(v) ? 0 : kTile};
+      },
+      [](const Values& v, Table table, Scheme&, std::vector<float>& floats) {
+        const ClusterTable t = read_clusters(v.integer("bits"), paper(v), table);
+        floats = t.thresholds;
+        for (uint32_t word : t.words) floats.push_back(static_cast<float>(word));
+      },
+      [](const Values& v, Table table) {
+        const ClusterTable t = read_clusters(v.integer("bits"), paper(v), table);
+        std::vector<std::string> shown;
+        for (float threshold : t.thresholds) shown.push_back(fmt::format("{:.4g}", threshold));
+        return std::vector<std::string>{
+            fmt::format("thresholds{}, in root mean squares: {}", table.empty() ? " (not fitted)" : "",
+                        fmt::join(shown, " ")),
+            paper(v) ? fmt::format("shares of the buckets, in 1/65536: {}", fmt::join(t.words, " "))
+                     : fmt::format("clusters in the order in which they get buckets: {}", fmt::join(t.words, " "))};
+      }};
 }
 
 // Wang et al., FFT-based gradient sparsification for the distributed training of deep neural networks, HPDC 2020.
@@ -111,8 +150,11 @@ CodecDef codec_fft() {
     const uint32_t bits = v.integer("bits"), given = given_mantissa(v);
     if (!table.empty()) {
       const double theta = table.size() == 3 ? theta_of(v, table) : -1;
-      if (table.size() != 3 || table[0] < 1 || table[0] > bits - 2 || (given && table[0] != given) || !(theta >= 0 && theta < 1))
-        refuse_table(fmt::format("{} words; expected a mantissa from 1 to {} (or the spec's) and theta, from 0 to below 1", table.size(), bits - 2));
+      if (table.size() != 3 || table[0] < 1 || table[0] > bits - 2 || (given && table[0] != given) ||
+          !(theta >= 0 && theta < 1))
+        refuse_table(
+            fmt::format("{} words; expected a mantissa from 1 to {} (or the spec's) and theta, from 0 to below 1",
+                        table.size(), bits - 2));
       return table[0];
     }
     return given ? given : default_mantissa(bits);
@@ -125,23 +167,44 @@ CodecDef codec_fft() {
            {"format", Type::choice, "range", 0, 0, {"range", "float"}, "of the kept ones: range floats, or f32"},
            {"bits", Type::integer, "10", 4, 16, {}, "bits of a range float"},
            {"mantissa", Type::integer, "0", 0, 14, {}, "bits of its mantissa, at most bits - 2; 0: fitted to the data"},
-           {"mode", Type::choice, "round", 0, 0, {"round", "paper"}, "range floats to nearest, or towards zero, as published"},
-           {"schedule", Type::choice, "constant", 0, 0, {"constant", "rate", "step"}, "theta over time: constant; with the learning rate, theta^2 = smooth * rate, at most theta; 0 from step `until` on", true},
+           {"mode",
+            Type::choice,
+            "round",
+            0,
+            0,
+            {"round", "paper"},
+            "range floats to nearest, or towards zero, as published"},
+           {"schedule",
+            Type::choice,
+            "constant",
+            0,
+            0,
+            {"constant", "rate", "step"},
+            "theta over time: constant; with the learning rate, theta^2 = smooth * rate, at most theta; 0 from step "
+            "`until` on",
+            true},
            {"smooth", Type::real, "1", 0, 1e12, {}, "schedule=rate: the smoothness L of the loss", true},
            {"until", Type::integer, "0", 0, 1e9, {}, "schedule=step: the first step with theta 0", true},
            refit_parameter("100")},
           [mantissa](const Values& v) {
             mantissa(v, {});
-            return Scheme{.body = Body::fft, .bits = static_cast<uint8_t>(v.choice("format") == "float" ? 32 : v.integer("bits")), .unit = v.integer("chunk"),
+            return Scheme{.body = Body::fft,
+                          .bits = static_cast<uint8_t>(v.choice("format") == "float" ? 32 : v.integer("bits")),
+                          .unit = v.integer("chunk"),
                           .truncate = v.choice("mode") == "paper"};
           },
-          [](const Values& v) { return Traits{.lossless = false, .unbiased = false, .feedback = true, .unit = v.integer("chunk")}; },
+          [](const Values& v) {
+            return Traits{.lossless = false, .unbiased = false, .feedback = true, .unit = v.integer("chunk")};
+          },
           [mantissa](const Values& v, Table table, Scheme& s, std::vector<float>&) {
             s.steps = mantissa(v, table);
             s.ratio = 1 - theta_of(v, table);
           },
           [mantissa](const Values& v, Table table) {
-            return std::vector<std::string>{fmt::format("theta: {}", theta_of(v, table)), fmt::format("mantissa{}: {}", table.empty() && !v.integer("mantissa") ? " (not fitted)" : "", mantissa(v, table))};
+            return std::vector<std::string>{
+                fmt::format("theta: {}", theta_of(v, table)),
+                fmt::format("mantissa{}: {}", table.empty() && !v.integer("mantissa") ? " (not fitted)" : "",
+                            mantissa(v, table))};
           }};
 }
 

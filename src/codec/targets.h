@@ -6,7 +6,8 @@
 // old enough to be the least on x86.
 #undef HWY_DISABLED_TARGETS
 #define GW_NO_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3)
-#if defined(GRADWIRE_ONE_TARGET)  // sanitizer builds: one vector target is enough, and compiles in a quarter of the time
+#if defined( \
+    GRADWIRE_ONE_TARGET)  // sanitizer builds: one vector target is enough, and compiles in a quarter of the time
 #define HWY_DISABLED_TARGETS (GW_NO_TARGETS | HWY_AVX3 | HWY_SSE4)
 #else
 #define HWY_DISABLED_TARGETS GW_NO_TARGETS

@@ -49,7 +49,8 @@ void Coder::begin(const StepContext& context, Side side, float scale, std::span<
   residuals_ = context.feedback->begin(side, context.step, specs, scale);
 }
 
-void Coder::encode(std::span<const void* const> shards, const Stamp& stamp, Bytes message, Staging& staging, const Look& look, bool again) {
+void Coder::encode(std::span<const void* const> shards, const Stamp& stamp, Bytes message, Staging& staging,
+                   const Look& look, bool again) {
   const Residuals* residuals = residuals_ ? &residuals_->residuals : nullptr;
   const Bytes at = staging.writable(message);
   runner_->encode(shards, stamp, at, residuals);
@@ -59,11 +60,14 @@ void Coder::encode(std::span<const void* const> shards, const Stamp& stamp, Byte
   residuals_.reset();
 }
 
-void Coder::decode(ConstBytes message, std::span<void* const> shards, Write write, const Stamp& expected, Staging& staging) {
+void Coder::decode(ConstBytes message, std::span<void* const> shards, Write write, const Stamp& expected,
+                   Staging& staging) {
   runner_->decode(staging.readable(message), shards, write, &expected);
 }
 
-void Coder::merge(std::span<const ConstBytes> messages, std::span<float* const> means) { decode_merged(plan_, messages, means); }
+void Coder::merge(std::span<const ConstBytes> messages, std::span<float* const> means) {
+  decode_merged(plan_, messages, means);
+}
 
 Stamp stamp_of(const Job& job, Seat seat, uint64_t step, Stage stage, size_t rank) {
   return {.seed = job.options.seed,
@@ -87,7 +91,8 @@ ShardLists by_owner(const Job& job, int world) {
   return lists;
 }
 
-UpCoding::UpCoding(const Job& job, Seat seat, const Device& device, ShardLists lists) : job_(job), seat_(seat), lists_(std::move(lists)) {
+UpCoding::UpCoding(const Job& job, Seat seat, const Device& device, ShardLists lists)
+    : job_(job), seat_(seat), lists_(std::move(lists)) {
   std::set<size_t> tensors;
   for (const std::vector<Shard>& list : lists_) {
     for (const Shard& shard : list) tensors.insert(shard.tensor);
@@ -107,21 +112,26 @@ void UpCoding::begin(const StepContext& context) {
   for (size_t m = 0; m < writers_.size(); ++m) writers_[m]->begin(context, Side::up, context.loss_scale, lists_[m]);
 }
 
-void UpCoding::encode(uint64_t step, std::span<const void* const> in, std::span<const Bytes> to, Staging& staging, Learning* learning, bool ahead) {
+void UpCoding::encode(uint64_t step, std::span<const void* const> in, std::span<const Bytes> to, Staging& staging,
+                      Learning* learning, bool ahead) {
   const Stamp stamp = stamp_of(job_, seat_, step, kUp, static_cast<size_t>(seat_.rank));
   for (size_t m = 0; m < writers_.size(); ++m)
-    writers_[m]->encode(locate(job_, lists_[m], in), stamp, to[m], staging, look_at(learning, lists_[m], step, ahead), ahead);
+    writers_[m]->encode(locate(job_, lists_[m], in), stamp, to[m], staging, look_at(learning, lists_[m], step, ahead),
+                        ahead);
 }
 
-void UpCoding::decode(uint64_t step, std::span<const ConstBytes> messages, std::span<float* const> sums, Staging& staging) {
+void UpCoding::decode(uint64_t step, std::span<const ConstBytes> messages, std::span<float* const> sums,
+                      Staging& staging) {
   const std::vector<void*> to(sums.begin(), sums.end());
   for (size_t p = 0; p < messages.size(); ++p)
     reader_->decode(messages[p], to, p == 0 ? Write::set : Write::add, stamp_of(job_, seat_, step, kUp, p), staging);
 }
 
-void UpCoding::decode_own(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out, Staging& staging) {
+void UpCoding::decode_own(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out,
+                          Staging& staging) {
   const Stamp stamp = stamp_of(job_, seat_, step, kUp, static_cast<size_t>(seat_.rank));
-  for (size_t m = 0; m < writers_.size(); ++m) writers_[m]->decode(messages[m], locate(job_, lists_[m], out), Write::set, stamp, staging);
+  for (size_t m = 0; m < writers_.size(); ++m)
+    writers_[m]->decode(messages[m], locate(job_, lists_[m], out), Write::set, stamp, staging);
 }
 
 std::vector<size_t> UpCoding::written() const {
@@ -132,7 +142,8 @@ std::vector<size_t> UpCoding::written() const {
 
 DownCoding::DownCoding(const Job& job, Seat seat, const Device& device, ShardLists lists, bool as_f32)
     : job_(job), seat_(seat), lists_(std::move(lists)), as_f32_(as_f32) {
-  for (const std::vector<Shard>& list : lists_) readers_.push_back(std::make_unique<Coder>(job.specs(list, Side::down, false), device));
+  for (const std::vector<Shard>& list : lists_)
+    readers_.push_back(std::make_unique<Coder>(job.specs(list, Side::down, false), device));
   writer_ = std::make_unique<Coder>(job.specs(mine(), Side::down, as_f32_), device);
 }
 
@@ -149,13 +160,17 @@ void DownCoding::begin(const StepContext& context) {
   writer_->begin(context, Side::down, context.loss_scale * scale, mine());
 }
 
-void DownCoding::encode(uint64_t step, std::span<const void* const> values, Bytes to, Staging& staging, Learning* learning, bool ahead) {
-  writer_->encode(values, stamp_of(job_, seat_, step, kDown, static_cast<size_t>(seat_.rank)), to, staging, look_at(learning, mine(), step, ahead), ahead);
+void DownCoding::encode(uint64_t step, std::span<const void* const> values, Bytes to, Staging& staging,
+                        Learning* learning, bool ahead) {
+  writer_->encode(values, stamp_of(job_, seat_, step, kDown, static_cast<size_t>(seat_.rank)), to, staging,
+                  look_at(learning, mine(), step, ahead), ahead);
 }
 
-void DownCoding::decode(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out, Staging& staging) {
+void DownCoding::decode(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out,
+                        Staging& staging) {
   for (size_t p = 0; p < readers_.size(); ++p)
-    readers_[p]->decode(messages[p], locate(job_, lists_[p], out), Write::set, stamp_of(job_, seat_, step, kDown, p), staging);
+    readers_[p]->decode(messages[p], locate(job_, lists_[p], out), Write::set, stamp_of(job_, seat_, step, kDown, p),
+                        staging);
 }
 
 std::vector<size_t> DownCoding::read() const {

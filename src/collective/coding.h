@@ -41,7 +41,8 @@ class Coder {
   // `look`, where given, sees what was encoded. With `again` the residuals stay for a second encoding of the step, and the
   // message goes nowhere. On a GPU both calls only enqueue.
   using Look = std::function<void(Runner&, std::span<const void* const> tensors, const Residuals*, ConstBytes message)>;
-  void encode(std::span<const void* const> shards, const Stamp& stamp, Bytes message, Staging& staging, const Look& look = {}, bool again = false);
+  void encode(std::span<const void* const> shards, const Stamp& stamp, Bytes message, Staging& staging,
+              const Look& look = {}, bool again = false);
   void decode(ConstBytes message, std::span<void* const> shards, Write write, const Stamp& expected, Staging& staging);
   void wait() { runner_->wait(); }  // throws what decoding found
   void poll() { runner_->poll(); }  // ... so far, without waiting
@@ -78,16 +79,19 @@ class UpCoding {
   void recode();  // after the job's codecs have changed
   void begin(const StepContext& context);
   // to[m]: where the message of list m goes. `ahead`: encodes for those who must see a step before it is encoded for good.
-  void encode(uint64_t step, std::span<const void* const> in, std::span<const Bytes> to, Staging& staging, Learning* learning = nullptr, bool ahead = false);
+  void encode(uint64_t step, std::span<const void* const> in, std::span<const Bytes> to, Staging& staging,
+              Learning* learning = nullptr, bool ahead = false);
   // `sums`: where the f32 sums of this rank's shards go, in their order.
   void decode(uint64_t step, std::span<const ConstBytes> messages, std::span<float* const> sums, Staging& staging);
   // Own messages, as they were written, into whole tensors.
   void decode_own(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out, Staging& staging);
   bool merges() const { return reader_->merges(); }
   void merge(std::span<const ConstBytes> messages, std::span<float* const> means) { reader_->merge(messages, means); }
-  std::vector<size_t> written() const;                                 // bytes of each message that this rank writes
-  size_t read() const { return reader_->message_bytes(); }             // ... and of those that it reads
-  const std::vector<Shard>& mine() const { return lists_.size() == 1 ? lists_[0] : lists_[static_cast<size_t>(seat_.rank)]; }
+  std::vector<size_t> written() const;                      // bytes of each message that this rank writes
+  size_t read() const { return reader_->message_bytes(); }  // ... and of those that it reads
+  const std::vector<Shard>& mine() const {
+    return lists_.size() == 1 ? lists_[0] : lists_[static_cast<size_t>(seat_.rank)];
+  }
   void wait() { reader_->wait(); }
   void poll() { reader_->poll(); }
 
@@ -107,7 +111,8 @@ class DownCoding {
   void recode();
   void begin(const StepContext& context);
   // `values`: of this rank's shards, in their order.
-  void encode(uint64_t step, std::span<const void* const> values, Bytes to, Staging& staging, Learning* learning = nullptr, bool ahead = false);
+  void encode(uint64_t step, std::span<const void* const> values, Bytes to, Staging& staging,
+              Learning* learning = nullptr, bool ahead = false);
   void decode(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out, Staging& staging);
   std::vector<size_t> read() const;  // bytes of every owner's message
   const std::vector<Shard>& mine() const { return lists_[static_cast<size_t>(seat_.rank)]; }

@@ -56,7 +56,8 @@ Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOption
   if (!options.down.empty()) {
     const Rules rules = Rules::parse(options.down);
     down_text_ = rules.str();
-    for (size_t i = 0; i < tensors.size(); ++i) down[i] = rules.codec_for(tensors[i].name, tensors[i].dimensions, tensors[i].count);
+    for (size_t i = 0; i < tensors.size(); ++i)
+      down[i] = rules.codec_for(tensors[i].name, tensors[i].dimensions, tensors[i].count);
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
     up_feedback.push_back(wants_residual(up[i], options.feedback));
@@ -114,11 +115,12 @@ void Job::add_residuals(ErrorFeedback& feedback, std::span<const Shard> shards, 
   const bool cuda = here.kind == Device::Kind::cuda;
   if (there.kind != here.kind || (cuda && there.index != here.index))
     throw Error(ErrorKind::usage,
-                fmt::format("the residuals live on {}, the tensors on {}; load or make them for that device", text_of(there),
-                            text_of(here)),
+                fmt::format("the residuals live on {}, the tensors on {}; load or make them for that device",
+                            text_of(there), text_of(here)),
                 "feedback");
   for (const Shard& shard : shards)
-    if ((side == Side::up ? up_feedback[shard.tensor] : down_feedback[shard.tensor]) && !feedback.holds(side, tensors[shard.tensor].name, shard.count, shard.first))
+    if ((side == Side::up ? up_feedback[shard.tensor] : down_feedback[shard.tensor]) &&
+        !feedback.holds(side, tensors[shard.tensor].name, shard.count, shard.first))
       feedback.add(side, tensors[shard.tensor].name, shard.count, shard.first);
 }
 

@@ -17,7 +17,8 @@ Learning::Learning(const Job& job, Side side, int world) : fixed_(side == Side::
     const Codec codec = fixed_[tensors[0]];
     // Down, every element has one sender.
     Learner learner(codec, elements, side == Side::up ? world : 1);
-    learners_.push_back({fmt::format("{}:{}", side == Side::up ? "up" : "down", spec), std::move(tensors), std::move(learner)});
+    learners_.push_back(
+        {fmt::format("{}:{}", side == Side::up ? "up" : "down", spec), std::move(tensors), std::move(learner)});
   }
 }
 
@@ -37,13 +38,14 @@ bool Learning::ahead() const {
   return std::any_of(learners_.begin(), learners_.end(), [](const Entry& entry) { return entry.learner.ahead(); });
 }
 
-void Learning::look(Runner& runner, std::span<const Shard> shards, uint64_t step, std::span<const void* const> tensors, const Residuals* residuals,
-                    std::span<const std::byte> message, bool ahead) {
+void Learning::look(Runner& runner, std::span<const Shard> shards, uint64_t step, std::span<const void* const> tensors,
+                    const Residuals* residuals, std::span<const std::byte> message, bool ahead) {
   for (Entry& entry : learners_) {
     if (!entry.due(step, ahead)) continue;
     std::vector<uint32_t> which;
     for (uint32_t s = 0; s < shards.size(); ++s)
-      if (std::find(entry.tensors.begin(), entry.tensors.end(), shards[s].tensor) != entry.tensors.end()) which.push_back(s);
+      if (std::find(entry.tensors.begin(), entry.tensors.end(), shards[s].tensor) != entry.tensors.end())
+        which.push_back(s);
     if (which.empty()) continue;
     entry.learner.look(runner, which, step, tensors, residuals, message);
     runner.wait();

@@ -25,8 +25,8 @@ class Learning {
   bool ahead() const;  // some learner must see a step before it is encoded
 
   // Takes evidence of what one message of this side carries. `ahead`: only those who must see it before.
-  void look(Runner& runner, std::span<const Shard> shards, uint64_t step, std::span<const void* const> tensors, const Residuals* residuals,
-            std::span<const std::byte> message, bool ahead);
+  void look(Runner& runner, std::span<const Shard> shards, uint64_t step, std::span<const void* const> tensors,
+            const Residuals* residuals, std::span<const std::byte> message, bool ahead);
   // Collective: all ranks' evidence, then every learner learns.
   void learn(Engine& engine, uint64_t step, bool ahead, Clock& clock);
   // The same in parts, for those who gather the evidence themselves; the bytes are the same on all ranks.
@@ -34,7 +34,7 @@ class Learning {
   void take_evidence(uint64_t step, bool ahead, std::span<std::byte> out);
   void learn(uint64_t step, bool ahead, std::span<const std::span<const std::byte>> ranks);
 
-  void keep(ErrorFeedback& feedback) const;    // as notes
+  void keep(ErrorFeedback& feedback) const;     // as notes
   void restore(const ErrorFeedback& feedback);  // from notes, where there are any of these codecs
 
   void release(size_t tensor);  // it goes as fp32 from now on, and teaches nothing

@@ -41,7 +41,8 @@ struct Slots {
   // Slots of one size, where that costs at most an eighth: all-gathers want it, and those are kinder to a link than
   // all-to-alls, in which everybody sends to everybody at once.
   void even_out() {
-    const size_t largest = *std::max_element(slots.begin(), slots.end()), sum = std::accumulate(slots.begin(), slots.end(), size_t{0});
+    const size_t largest = *std::max_element(slots.begin(), slots.end()),
+                 sum = std::accumulate(slots.begin(), slots.end(), size_t{0});
     if (largest * slots.size() <= sum + sum / 8) slots.assign(slots.size(), largest);
   }
   template <class Byte>
@@ -65,12 +66,14 @@ struct RelayModel::State {
         up_learning(job, Side::up, o.world),
         down_learning(job, Side::down, o.world),
         verdict(o.reduce.device) {
-    if (o.world < 1 || o.rank < 0 || o.rank >= o.world) refuse(fmt::format("rank is {} of {}; expected 0 to world - 1", o.rank, o.world), "rank");
+    if (o.world < 1 || o.rank < 0 || o.rank >= o.world)
+      refuse(fmt::format("rank is {} of {}; expected 0 to world - 1", o.rank, o.world), "rank");
     if (has_up()) learnings.push_back(&up_learning);
     if (has_down()) learnings.push_back(&down_learning);
     if (std::any_of(learnings.begin(), learnings.end(), [](const Learning* one) { return one->ahead(); }))
       throw Error(ErrorKind::unsupported,
-                  "dqsgd:mode=paper must see a whole step before any of it is sent, which buckets that leave one by one do not allow; "
+                  "dqsgd:mode=paper must see a whole step before any of it is sent, which buckets that leave one by "
+                  "one do not allow; "
                   "the default mode decides from the step before",
                   "mode");
     // From the start, so that a state holds the same names whenever it is saved.
@@ -78,7 +81,8 @@ struct RelayModel::State {
     if (has_down()) job.add_residuals(feedback, owned(), Side::down);
     // By the rules, not by the codecs of a step: it must not change, and be the same on all ranks at any moment.
     for (size_t i = 0; i < job.tensors.size(); ++i)
-      divisible.push_back(o.kind == Kind::all_reduce && scatter && job.up[i].traits().unit != 0 && job.down[i].traits().unit != 0);
+      divisible.push_back(o.kind == Kind::all_reduce && scatter && job.up[i].traits().unit != 0 &&
+                          job.down[i].traits().unit != 0);
     keep();
   }
 
@@ -119,7 +123,8 @@ struct RelayModel::State {
     taught.reset();
   }
   void check_tensor(size_t tensor) const {
-    if (tensor >= job.tensors.size()) refuse(fmt::format("tensor is {}; there are {}", tensor, job.tensors.size()), "tensor");
+    if (tensor >= job.tensors.size())
+      refuse(fmt::format("tensor is {}; there are {}", tensor, job.tensors.size()), "tensor");
   }
   void check_open(const char* what) const {
     if (!step) refuse(fmt::format("{}: no step is open; begin one first", what), "step");
@@ -133,12 +138,13 @@ struct RelayModel::State {
   std::vector<Learning*> learnings;  // those of the ways that there are
   Verdict verdict;
   std::vector<bool> divisible;
-  uint64_t epoch = 0;  // of the codecs
+  uint64_t epoch = 0;                    // of the codecs
   std::optional<uint64_t> step, taught;  // the open one, and one that has been seen but not yet learned from
   RelayStep how;
 };
 
-RelayModel::RelayModel(std::vector<NamedTensor> tensors, const RelayOptions& options) : state_(std::make_unique<State>(std::move(tensors), options)) {}
+RelayModel::RelayModel(std::vector<NamedTensor> tensors, const RelayOptions& options)
+    : state_(std::make_unique<State>(std::move(tensors), options)) {}
 RelayModel::~RelayModel() = default;
 
 std::vector<std::pair<std::string, std::string>> RelayModel::terms() const {
@@ -153,7 +159,8 @@ std::vector<std::pair<std::string, std::string>> RelayModel::terms() const {
 void RelayModel::begin(uint64_t step, const RelayStep& how) {
   State& s = *state_;
   if (s.step) give_up();
-  if (!(how.loss_scale > 0) || how.loss_scale > 3e38f) refuse(fmt::format("loss_scale is {}; it must be finite and above 0", how.loss_scale), "loss_scale");
+  if (!(how.loss_scale > 0) || how.loss_scale > 3e38f)
+    refuse(fmt::format("loss_scale is {}; it must be finite and above 0", how.loss_scale), "loss_scale");
   s.forget();
   std::vector<Codec> up = s.chosen(s.up_learning, step, how), down = s.chosen(s.down_learning, step, how);
   if (up != s.job.up || down != s.job.down) {
@@ -198,14 +205,17 @@ size_t RelayModel::evidence_bytes() const { return state_->evidence_bytes(); }
 
 void RelayModel::take_evidence(std::span<std::byte> out) {
   State& s = *state_;
-  if (!s.taught || out.size() != s.evidence_bytes()) refuse(fmt::format("out has {} bytes; the evidence has {}", out.size(), s.evidence_bytes()), "out");
+  if (!s.taught || out.size() != s.evidence_bytes())
+    refuse(fmt::format("out has {} bytes; the evidence has {}", out.size(), s.evidence_bytes()), "out");
   s.take_evidence(out);
 }
 
 void RelayModel::learn(std::span<const std::byte> all_ranks) {
   State& s = *state_;
   const size_t bytes = s.evidence_bytes(), world = static_cast<size_t>(s.options.world);
-  if (!s.taught || all_ranks.size() != bytes * world) refuse(fmt::format("the evidence of {} ranks has {} bytes; got {}", world, bytes * world, all_ranks.size()), "all_ranks");
+  if (!s.taught || all_ranks.size() != bytes * world)
+    refuse(fmt::format("the evidence of {} ranks has {} bytes; got {}", world, bytes * world, all_ranks.size()),
+           "all_ranks");
   size_t at = 0;
   for (Learning* one : s.learnings) {
     const size_t here = one->evidence_bytes(*s.taught, false);
@@ -245,7 +255,8 @@ void RelayModel::restore(ErrorFeedback&& state) {
 }
 
 struct Relay::State {
-  State(RelayModel::State& m, std::vector<size_t> list, const Device& d, uint64_t part, uint64_t parts) : model(m), tensors(std::move(list)), device(d), memory(memory_of(d)) {
+  State(RelayModel::State& m, std::vector<size_t> list, const Device& d, uint64_t part, uint64_t parts)
+      : model(m), tensors(std::move(list)), device(d), memory(memory_of(d)) {
     if (part >= parts) refuse(fmt::format("part is {} of {}", part, parts), "part");
     const Job& job = m.job;
     std::set<size_t> distinct(tensors.begin(), tensors.end());
@@ -256,7 +267,8 @@ struct Relay::State {
     ShardLists lists(static_cast<size_t>(world)), all(1);
     for (const Shard& shard : m.dealt())
       if (distinct.contains(shard.tensor))
-        if (const Shard own = part_of(shard, part, parts); own.count > 0) lists[static_cast<size_t>(own.owner)].push_back(own);
+        if (const Shard own = part_of(shard, part, parts); own.count > 0)
+          lists[static_cast<size_t>(own.owner)].push_back(own);
     for (size_t tensor : distinct)
       if (job.tensors[tensor].count > 0) all[0].push_back({tensor, 0, job.tensors[tensor].count, 0});
     if (m.has_up()) up.emplace(job, seat, device, m.scatter ? lists : all);
@@ -270,7 +282,8 @@ struct Relay::State {
   // Cut at grains, so that no unit is in two parts.
   static Shard part_of(const Shard& shard, uint64_t part, uint64_t parts) {
     const uint64_t grains = (shard.count + kPieceGrain - 1) / kPieceGrain;
-    const uint64_t first = std::min(shard.count, grains * part / parts * kPieceGrain), end = std::min(shard.count, grains * (part + 1) / parts * kPieceGrain);
+    const uint64_t first = std::min(shard.count, grains * part / parts * kPieceGrain),
+                   end = std::min(shard.count, grains * (part + 1) / parts * kPieceGrain);
     return {shard.tensor, shard.first + first, end - first, shard.owner};
   }
 
@@ -299,10 +312,12 @@ struct Relay::State {
   // Pointers by the model's list, from those by this relay's.
   template <class Pointer>
   std::vector<Pointer> spread(std::span<const Pointer> own, const char* what) const {
-    if (own.size() != tensors.size()) refuse(fmt::format("{} has {} pointers; the relay has {} tensors", what, own.size(), tensors.size()), what);
+    if (own.size() != tensors.size())
+      refuse(fmt::format("{} has {} pointers; the relay has {} tensors", what, own.size(), tensors.size()), what);
     std::vector<Pointer> all(model.job.tensors.size());
     for (size_t i = 0; i < own.size(); ++i) {
-      if (!own[i] && model.job.tensors[tensors[i]].count > 0) refuse(fmt::format("{} is null for tensor '{}'", what, model.job.tensors[tensors[i]].name), what);
+      if (!own[i] && model.job.tensors[tensors[i]].count > 0)
+        refuse(fmt::format("{} is null for tensor '{}'", what, model.job.tensors[tensors[i]].name), what);
       all[tensors[i]] = own[i];
     }
     return all;
@@ -310,7 +325,8 @@ struct Relay::State {
 
   // Results that lie there.
   void add(std::vector<ResultSpan>& results, std::span<const Shard> shards, std::span<void* const> at) const {
-    for (size_t i = 0; i < shards.size(); ++i) results.push_back({at[i], shards[i].count, model.job.tensors[shards[i].tensor].dtype});
+    for (size_t i = 0; i < shards.size(); ++i)
+      results.push_back({at[i], shards[i].count, model.job.tensors[shards[i].tensor].dtype});
   }
 
   Learning* learning(Learning& one) { return model.how.exact ? nullptr : &one; }
@@ -342,7 +358,8 @@ void Relay::begin(std::span<const uint8_t> idle) {
   }
   std::vector<uint8_t> all;
   if (!idle.empty()) {
-    if (idle.size() != s.tensors.size()) refuse(fmt::format("idle has {} entries; the relay has {} tensors", idle.size(), s.tensors.size()), "idle");
+    if (idle.size() != s.tensors.size())
+      refuse(fmt::format("idle has {} entries; the relay has {} tensors", idle.size(), s.tensors.size()), "idle");
     all.resize(s.model.job.tensors.size());
     for (size_t i = 0; i < idle.size(); ++i) all[s.tensors[i]] = idle[i];
   }
@@ -376,7 +393,8 @@ void Relay::decode_up(std::span<const std::byte> recv, std::span<void* const> ou
   const std::vector<Shard>& mine = s.up->mine();
   std::vector<void*> to;
   if (s.model.options.kind == Kind::reduce_scatter) {
-    if (out.size() != mine.size()) refuse(fmt::format("out has {} pointers; this rank has {} tensors", out.size(), mine.size()), "out");
+    if (out.size() != mine.size())
+      refuse(fmt::format("out has {} pointers; this rank has {} tensors", out.size(), mine.size()), "out");
     to.assign(out.begin(), out.end());
   } else if (!s.halfway()) {
     to = locate(s.model.job, mine, std::span<void* const>(s.spread(out, "out")));
@@ -404,7 +422,8 @@ void Relay::encode_down(std::span<std::byte> mine, std::span<const void* const> 
     from.assign(at.begin(), at.end());
   }
   if (from.size() != s.down->mine().size())
-    refuse(fmt::format("values has {} pointers; this rank has {} tensors", from.size(), s.down->mine().size()), "values");
+    refuse(fmt::format("values has {} pointers; this rank has {} tensors", from.size(), s.down->mine().size()),
+           "values");
   s.down->encode(s.step(), from, mine.first(bytes), *s.staging, s.learning(s.model.down_learning));
 }
 
@@ -415,7 +434,8 @@ void Relay::decode_down(std::span<const std::byte> recv, std::span<void* const> 
   s.down->decode(s.step(), s.downs.cut(recv, "recv"), all, *s.staging);
   s.down->poll();
   std::vector<ResultSpan> results;
-  for (const std::vector<Shard>& list : s.down->lists()) s.add(results, list, locate(s.model.job, list, std::span<void* const>(all)));
+  for (const std::vector<Shard>& list : s.down->lists())
+    s.add(results, list, locate(s.model.job, list, std::span<void* const>(all)));
   s.model.verdict.look(s.device, results);
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The shards of a list are the owned runs of its tensors, one tensor after the other (flow/owners.h has the rule).
-#include "flow/owners.h"
+// The shards of a list are the owned runs of its tensors, one tensor after the other (feedback/owners.h has the rule).
+#include "feedback/owners.h"
 #include "gradwire/collective.h"
 
 namespace gradwire {

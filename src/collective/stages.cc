@@ -49,7 +49,8 @@ UpStage::UpStage(Engine& engine, const Job& job, Owners owners, Clock& clock)
       job_(job),
       clock_(clock),
       owners_(owners),
-      coding_(job, seat_of(engine), job.device(), owners == Owners::shards ? by_owner(job, engine.size()) : ShardLists{job.whole()}),
+      coding_(job, seat_of(engine), job.device(),
+              owners == Owners::shards ? by_owner(job, engine.size()) : ShardLists{job.whole()}),
       staging_(job.memory) {
   make_room();
 }
@@ -85,7 +86,9 @@ void UpStage::encode(uint64_t step, std::span<const void* const> in, Learning* l
   staging_.wait();
 }
 
-void UpStage::look_ahead(uint64_t step, std::span<const void* const> in, Learning& learning) { encode(step, in, &learning, true); }
+void UpStage::look_ahead(uint64_t step, std::span<const void* const> in, Learning& learning) {
+  encode(step, in, &learning, true);
+}
 
 void UpStage::run(uint64_t step, std::span<const void* const> in, std::span<float* const> sums, Learning* learning) {
   const auto me = static_cast<size_t>(engine_.rank());
@@ -140,7 +143,11 @@ uint64_t UpStage::bytes_sent() const {
 uint64_t UpStage::message_memory() const { return held(sent_) + held(received_) + staging_.held(); }
 
 DownStage::DownStage(Engine& engine, const Job& job, Clock& clock)
-    : engine_(engine), job_(job), clock_(clock), coding_(job, seat_of(engine), job.device(), by_owner(job, engine.size())), staging_(job.memory) {
+    : engine_(engine),
+      job_(job),
+      clock_(clock),
+      coding_(job, seat_of(engine), job.device(), by_owner(job, engine.size())),
+      staging_(job.memory) {
   make_room();
 }
 
@@ -157,13 +164,17 @@ void DownStage::recode() {
 
 void DownStage::encode(uint64_t step, std::span<const float* const> values, Learning* learning, bool ahead) {
   const auto spell = clock_.encode();
-  coding_.encode(step, std::vector<const void*>(values.begin(), values.end()), received_[static_cast<size_t>(engine_.rank())].bytes(), staging_, learning, ahead);
+  coding_.encode(step, std::vector<const void*>(values.begin(), values.end()),
+                 received_[static_cast<size_t>(engine_.rank())].bytes(), staging_, learning, ahead);
   staging_.wait();
 }
 
-void DownStage::look_ahead(uint64_t step, std::span<const float* const> values, Learning& learning) { encode(step, values, &learning, true); }
+void DownStage::look_ahead(uint64_t step, std::span<const float* const> values, Learning& learning) {
+  encode(step, values, &learning, true);
+}
 
-void DownStage::run(uint64_t step, std::span<const float* const> values, std::span<void* const> out, Learning* learning) {
+void DownStage::run(uint64_t step, std::span<const float* const> values, std::span<void* const> out,
+                    Learning* learning) {
   const auto me = static_cast<size_t>(engine_.rank());
   encode(step, values, learning, false);
   const std::vector<Bytes> recv = views(received_);

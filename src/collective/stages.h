@@ -58,7 +58,8 @@ class DownStage {
   void begin(const StepContext& context) { coding_.begin(context); }
   void look_ahead(uint64_t step, std::span<const float* const> values, Learning& learning);
   // `values`: the f32 values of this rank's shards, in their order.
-  void run(uint64_t step, std::span<const float* const> values, std::span<void* const> out, Learning* learning = nullptr);
+  void run(uint64_t step, std::span<const float* const> values, std::span<void* const> out,
+           Learning* learning = nullptr);
   const std::vector<Shard>& mine() const { return coding_.mine(); }
   uint64_t bytes_sent() const;
   uint64_t message_memory() const;

@@ -25,18 +25,21 @@ Sums::Sums(std::shared_ptr<Memory> memory, const Job& job, std::span<const Shard
 
 std::vector<float*> Sums::places(std::span<void* const> outputs) const {
   std::vector<float*> at;
-  for (size_t i = 0; i < mine_.size(); ++i) at.push_back(offsets_[i] == kInOutput ? static_cast<float*>(outputs[i]) : room_.floats() + offsets_[i]);
+  for (size_t i = 0; i < mine_.size(); ++i)
+    at.push_back(offsets_[i] == kInOutput ? static_cast<float*>(outputs[i]) : room_.floats() + offsets_[i]);
   return at;
 }
 
 void Sums::round(const Device& device, std::span<void* const> outputs) const {
   std::vector<NarrowSpan> spans;
   for (size_t i = 0; i < mine_.size(); ++i)
-    if (offsets_[i] != kInOutput) spans.push_back({room_.floats() + offsets_[i], outputs[i], mine_[i].count, job_.tensors[mine_[i].tensor].dtype});
+    if (offsets_[i] != kInOutput)
+      spans.push_back({room_.floats() + offsets_[i], outputs[i], mine_[i].count, job_.tensors[mine_[i].tensor].dtype});
   narrow(device, spans);
 }
 
-void finish_sums(const Job& job, const Device& device, int world, std::span<const Shard> shards, std::span<float* const> sums) {
+void finish_sums(const Job& job, const Device& device, int world, std::span<const Shard> shards,
+                 std::span<float* const> sums) {
   const bool mean = job.options.op == ReduceOptions::Op::mean;
   std::vector<SumSpan> spans;
   for (size_t i = 0; i < shards.size(); ++i) spans.push_back({sums[i], shards[i].count});

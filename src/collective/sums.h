@@ -32,6 +32,7 @@ class Sums {
 
 // The sums become means where the job asks for it. IEEE division: exact where the mean is representable. On a GPU it is
 // only enqueued.
-void finish_sums(const Job& job, const Device& device, int world, std::span<const Shard> shards, std::span<float* const> sums);
+void finish_sums(const Job& job, const Device& device, int world, std::span<const Shard> shards,
+                 std::span<float* const> sums);
 
 }  // namespace gradwire

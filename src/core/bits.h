@@ -29,10 +29,10 @@ GW_HD inline float bits_float(uint32_t b) {
 #endif
 }
 
-inline constexpr uint32_t kInfBits = 0x7f800000u;      // |x| at or above it is Inf or NaN
-inline constexpr uint32_t kMarker = 0x7fc00000u;       // the one NaN that may stand in a message as f32
-inline constexpr uint32_t kMarkerF16 = 0x7e00u;        // ... as f16
-inline constexpr uint32_t kMarkerBf16 = 0x7fc0u;       // ... as bf16
+inline constexpr uint32_t kInfBits = 0x7f800000u;  // |x| at or above it is Inf or NaN
+inline constexpr uint32_t kMarker = 0x7fc00000u;   // the one NaN that may stand in a message as f32
+inline constexpr uint32_t kMarkerF16 = 0x7e00u;    // ... as f16
+inline constexpr uint32_t kMarkerBf16 = 0x7fc0u;   // ... as bf16
 
 // A bijective 32-bit mixer (two rounds of xor-shift and multiply).
 GW_HD inline uint32_t mix32(uint32_t x) {

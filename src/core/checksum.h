@@ -21,7 +21,8 @@ GW_HD inline uint64_t lane_weight(uint32_t lane) { return mix64(uint64_t{lane} +
 
 // One word's part of H.
 GW_HD inline uint64_t word_part(uint32_t word, uint64_t index) {
-  return uint64_t{word} * row_weight(static_cast<uint32_t>(index >> 5)) * lane_weight(static_cast<uint32_t>(index & 31));
+  return uint64_t{word} * row_weight(static_cast<uint32_t>(index >> 5)) *
+         lane_weight(static_cast<uint32_t>(index & 31));
 }
 
 GW_HD inline uint64_t seal(uint64_t h, uint64_t words) { return mix64(h + words * 0x9e3779b97f4a7c15ull); }

@@ -23,8 +23,8 @@ struct Driver {
     const U sign = L::template shl<16>(L::and_u(h, L::set_u(0x8000u))), magnitude = L::and_u(h, L::set_u(0x7fffu));
     const U shifted = L::template shl<13>(magnitude);
     const U value = L::bits(L::mul(L::from_bits(shifted), L::set(0x1p112f)));
-    return L::from_bits(L::or_u(sign, L::select_u(L::less_u(magnitude, L::set_u(0x7c00u)), value,
-                                                  L::or_u(shifted, L::set_u(kInfBits)))));
+    return L::from_bits(L::or_u(
+        sign, L::select_u(L::less_u(magnitude, L::set_u(0x7c00u)), value, L::or_u(shifted, L::set_u(kInfBits)))));
   }
   static float widen_one(const void* data, DType dtype, uint64_t i) {
     if (dtype == DType::f32) return static_cast<const float*>(data)[i];
@@ -125,7 +125,8 @@ struct Driver {
       if (marked)
         stream ? put_residual_f32<true, true>(x, before, after, n) : put_residual_f32<false, true>(x, before, after, n);
       else
-        stream ? put_residual_f32<true, false>(x, before, after, n) : put_residual_f32<false, false>(x, before, after, n);
+        stream ? put_residual_f32<true, false>(x, before, after, n)
+               : put_residual_f32<false, false>(x, before, after, n);
       return;
     }
     const uint16_t* before = static_cast<const uint16_t*>(s.before) + at;
@@ -225,7 +226,11 @@ struct Driver {
 
   // After so many rows (an even number) the codes of a lane end at the end of a word: the part that is unrolled.
   template <class B>
-  static constexpr int kPeriod = B::kCodeBits % 2 ? 32 : B::kCodeBits % 4 ? 16 : B::kCodeBits == 4 ? 8 : B::kCodeBits == 8 ? 4 : 2;
+  static constexpr int kPeriod = B::kCodeBits % 2    ? 32
+                                 : B::kCodeBits % 4  ? 16
+                                 : B::kCodeBits == 4 ? 8
+                                 : B::kCodeBits == 8 ? 4
+                                                     : 2;
 
   // kOne: one unit, not tiny; else parameters row by row.
   template <class B, bool kOne, bool kFeedback, int kRow>
@@ -273,7 +278,8 @@ struct Driver {
 
   // Packed as they are made, without a store in between.
   template <class B, bool kOne, bool kFeedback>
-  static void encode_fused(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key, bool nearest, uint32_t* words) {
+  static void encode_fused(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key,
+                           bool nearest, uint32_t* words) {
     for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
       Rows r{x, residual, params, unscale, words, lane, nearest, 0, {}, {}, {}, {}};
       r.counter = L::add_u(L::mul_u(L::iota(lane), L::set_u(kWeyl)), L::set_u(static_cast<uint32_t>(key)));
@@ -289,12 +295,14 @@ struct Driver {
 
   // The codes of the first rows of a block, one a word.
   template <class B, bool kOne, bool kFeedback>
-  static void make_codes(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key, bool nearest, uint32_t rows, uint32_t* codes) {
+  static void make_codes(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key,
+                         bool nearest, uint32_t rows, uint32_t* codes) {
     const U key0 = L::set_u(static_cast<uint32_t>(key)), key1 = L::set_u(static_cast<uint32_t>(key >> 32));
     for (uint32_t row = 0; row < rows; row += 2)
       for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
         U rnd = L::set_u(0x80008000u);
-        if (B::kRandom && !nearest) rnd = random(L::add_u(L::mul_u(L::iota(row / 2 * 32 + lane), L::set_u(kWeyl)), key0), key1);
+        if (B::kRandom && !nearest)
+          rnd = random(L::add_u(L::mul_u(L::iota(row / 2 * 32 + lane), L::set_u(kWeyl)), key0), key1);
         for (uint32_t r = row; r < row + 2 && r < rows; ++r, rnd = L::template shr<16>(rnd)) {
           const UnitParams& p = params[kOne ? 0 : r];
           const F value = L::load(x + r * 32 + lane);
@@ -325,7 +333,8 @@ struct Driver {
       U code = L::template shr<kPlace>(L::load_u(words + kWord * 32 + lane));
       if constexpr (kPlace + kBits > 32)
         code = L::or_u(code, L::template shl<32 - kPlace>(L::load_u(words + (kWord + 1) * 32 + lane)));
-      if constexpr (kPlace + kBits != 32 && kBits < 32) code = L::and_u(code, L::set_u((uint32_t{1} << (kBits % 32)) - 1));
+      if constexpr (kPlace + kBits != 32 && kBits < 32)
+        code = L::and_u(code, L::set_u((uint32_t{1} << (kBits % 32)) - 1));
       seen = B::template check<L>(seen, code);
       const F value = B::template decode<L>(code, p);
       if constexpr (kStream)
@@ -342,7 +351,8 @@ struct Driver {
   }
 
   template <class B, bool kOne, bool kStream>
-  static void decode_full(const uint32_t* words, const UnitParams* params, int bits, uint32_t* codes, float* out, U& seen) {
+  static void decode_full(const uint32_t* words, const UnitParams* params, int bits, uint32_t* codes, float* out,
+                          U& seen) {
     if constexpr (B::kCodeBits == 0) {
       Packing<L>::unpack_block(bits, words, codes);
       return decode_codes<B, kOne, kStream>(codes, params, kLane, out, seen);
@@ -359,7 +369,8 @@ struct Driver {
   }
 
   template <class B>
-  static uint32_t decode_tail(const uint32_t* words, const UnitParams* params, uint64_t n, int bits, uint32_t* codes, float* out) {
+  static uint32_t decode_tail(const uint32_t* words, const UnitParams* params, uint64_t n, int bits, uint32_t* codes,
+                              float* out) {
     Packing<L>::unpack_tail(words, n, bits, codes);
     // The rest of the row gets a harmless code.
     for (uint64_t i = n; i < div_up(n, kLane) * kLane; ++i) codes[i] = 0;
@@ -403,7 +414,8 @@ struct Driver {
 
   // The parameters of the units that lie in one block, spread over its rows; writes their side values and returns
   // whether one unit fills the block and needs no lifting.
-  static bool block_params(const Span& s, uint64_t block, const float* x, UnitParams* params, bool& marked, LaneSums& check) {
+  static bool block_params(const Span& s, uint64_t block, const float* x, UnitParams* params, bool& marked,
+                           LaneSums& check) {
     const Scheme& scheme = *s.scheme;
     marked = false;
     if (scheme.stat == Stat::none) {

@@ -36,13 +36,15 @@ struct Packing {
   static void pack_block(int bits, const uint32_t* codes, uint32_t* words) {
     static constexpr auto kPack = []<int... k>(std::integer_sequence<int, k...>) {
       return std::array<void (*)(const uint32_t*, uint32_t*), 16>{pack<k + 1>...};
-    }(std::make_integer_sequence<int, 16>());
+    }
+    (std::make_integer_sequence<int, 16>());
     if (bits) kPack[bits - 1](codes, words);
   }
   static void unpack_block(int bits, const uint32_t* words, uint32_t* codes) {
     static constexpr auto kUnpack = []<int... k>(std::integer_sequence<int, k...>) {
       return std::array<void (*)(const uint32_t*, uint32_t*), 16>{unpack<k + 1>...};
-    }(std::make_integer_sequence<int, 16>());
+    }
+    (std::make_integer_sequence<int, 16>());
     if (bits)
       kUnpack[bits - 1](words, codes);
     else

@@ -9,7 +9,7 @@
 // Included by codec/cuda_kernels.cu inside an anonymous namespace, after the bodies.
 
 struct Item {
-  uint32_t slot;    // of the piece in its group
+  uint32_t slot;  // of the piece in its group
   CudaPiece piece;
   uint64_t number;  // of the item in its piece
 };
@@ -44,7 +44,8 @@ __device__ __forceinline__ float widen_at(const void* data, DType dtype, uint64_
 
 // A block's values, feedback added; zero beyond the tensor's end.
 template <bool kFeedback>
-__device__ __forceinline__ void load_block(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, float (&x)[32]) {
+__device__ __forceinline__ void load_block(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane,
+                                           float (&x)[32]) {
   const uint64_t at = block * kBlock + lane;
   const void* in = job.in[piece.tensor];
   const bool whole = piece.count - block * kBlock >= kBlock;
@@ -54,7 +55,8 @@ __device__ __forceinline__ void load_block(const CudaJob& job, const CudaPiece& 
     for (int row = 0; row < 32; ++row) x[row] = __ldcs(from + row * 32);
   } else {
 #pragma unroll
-    for (int row = 0; row < 32; ++row) x[row] = at + row * 32 < piece.count ? widen_at(in, job.dtype, at + row * 32) : 0.0f;
+    for (int row = 0; row < 32; ++row)
+      x[row] = at + row * 32 < piece.count ? widen_at(in, job.dtype, at + row * 32) : 0.0f;
   }
   if constexpr (kFeedback) {
     const void* before = job.before[piece.tensor];
@@ -66,7 +68,8 @@ __device__ __forceinline__ void load_block(const CudaJob& job, const CudaPiece& 
     } else {
 #pragma unroll
       for (int row = 0; row < 32; ++row)
-        if (at + row * 32 < piece.count) x[row] = x[row] + widen_at(before, job.residual, at + row * 32) * job.loss_scale;
+        if (at + row * 32 < piece.count)
+          x[row] = x[row] + widen_at(before, job.residual, at + row * 32) * job.loss_scale;
     }
   }
 }
@@ -138,8 +141,9 @@ __device__ __forceinline__ int code_bits(const Scheme& s) {
 }
 
 template <class B, bool kOne, bool kFeedback>
-__device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, float (&x)[32],
-                                            const UnitParams& one, const UnitParams* rows, uint32_t spread, Check& check) {
+__device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane,
+                                            float (&x)[32], const UnitParams& one, const UnitParams* rows,
+                                            uint32_t spread, Check& check) {
   constexpr int kBits = B::kCodeBits;
   const uint64_t key = block_key(job.keys[piece.tensor], piece.first_block + block);
   const uint32_t key1 = static_cast<uint32_t>(key >> 32);
@@ -184,7 +188,8 @@ __device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece&
 // A row of the last, partial block: codes follow one another from bit 0 on, so the 32 codes of a row fill `bits` words, which
 // the first `bits` lanes collect from their neighbours. A marked unit is encoded as zeros.
 template <class B, bool kFeedback>
-__device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t row, uint32_t lane, const UnitParams& p, Check& check) {
+__device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t row, uint32_t lane,
+                                const UnitParams& p, Check& check) {
   const int bits = code_bits<B>(job.scheme);
   const uint64_t at = block * kBlock + row * kLane + lane;
   const uint64_t tail = piece.region + full_words(job.scheme, piece.count), words = tail_words(job.scheme, piece.count);
@@ -219,7 +224,8 @@ __device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint
   }
 }
 
-__device__ __forceinline__ void write_side(const CudaJob& job, const CudaPiece& piece, uint64_t unit, const uint32_t* side, Check& check) {
+__device__ __forceinline__ void write_side(const CudaJob& job, const CudaPiece& piece, uint64_t unit,
+                                           const uint32_t* side, Check& check) {
   const uint64_t at = piece.region + side_offset(job.scheme, piece.count) + unit * job.scheme.side;
   for (uint32_t w = 0; w < job.scheme.side; ++w) {
     job.body[at + w] = side[w];
@@ -230,9 +236,9 @@ __device__ __forceinline__ void write_side(const CudaJob& job, const CudaPiece& 
 // Encodes a block whose parameters are `one`, or rows[0], rows[spread], ... in shared memory; x becomes the residual with feedback. Of a
 // partial block only the rows row0, row0 + step, ... are done.
 template <class B, bool kFeedback>
-__device__ __forceinline__ void encode_block(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane, float (&x)[32],
-                                             bool is_one, const UnitParams& one, UnitParams* rows, bool marked, Check& check,
-                                             uint32_t row0 = 0, uint32_t step = 1) {
+__device__ __forceinline__ void encode_block(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane,
+                                             float (&x)[32], bool is_one, const UnitParams& one, UnitParams* rows,
+                                             bool marked, Check& check, uint32_t row0 = 0, uint32_t step = 1) {
   const bool tail = piece.count - block * kBlock < kBlock;
   const uint32_t spread = is_one ? 0 : 1;
   if (is_one && (tail || one.pre != 1.0f)) {  // these paths read row by row
@@ -318,7 +324,8 @@ __global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ Cud
         for (int row = 0; row < 32; ++row) {
           const Grid grid = grid_for(__shfl_sync(kFull, top, row | (unit_rows - 1)));
           const float t = x[row] * grid.pre * grid.grid;
-          squares += float_bits(x[row]) << 1 < kInfBits << 1 ? static_cast<uint32_t>(__float2int_rn(t * t * kSquareScale)) : 0;
+          squares +=
+              float_bits(x[row]) << 1 < kInfBits << 1 ? static_cast<uint32_t>(__float2int_rn(t * t * kSquareScale)) : 0;
           if (((row + 1) & (unit_rows - 1)) == 0) {
             const uint32_t all = __reduce_add_sync(kFull, squares);
             if (lane == row) sums.second = all;
@@ -331,14 +338,16 @@ __global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ Cud
       uint32_t bad = 0;
       if (here) {
         make_side(job.scheme, top, sums, min_u64(job.scheme.unit, n - first_row * kLane), side);
-        if (!kTails || warp == 0) write_side(job, piece, (block * kBlock + first_row * kLane) / job.scheme.unit, side, check);
+        if (!kTails || warp == 0)
+          write_side(job, piece, (block * kBlock + first_row * kLane) / job.scheme.unit, side, check);
         const UnitParams p = make_params(job.scheme, side);
         for (uint32_t row = first_row; row <= lane; ++row) rows[row] = p;
         bad = side[0] == kMarker;
       }
       marked = __any_sync(kFull, bad);
     }
-    encode_block<B, kFeedback>(job, piece, block, lane, x, is_one, one, rows, marked, check, kTails ? warp : 0, kTails ? 8 : 1);
+    encode_block<B, kFeedback>(job, piece, block, lane, x, is_one, one, rows, marked, check, kTails ? warp : 0,
+                               kTails ? 8 : 1);
   }
   check.flush(job.check);
 }
@@ -480,7 +489,7 @@ __device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, 
     }
     const bool is_one = scheme.stat == Stat::none || unit >= kBlock;
     UnitParams p;
-    const auto take = [&](int row) {  // the parameters of a row
+    const auto take = [&](int row) {                                // the parameters of a row
       if constexpr (B::kCodeBits == 0 || requires { B::kSize; }) {  // their parameters are more than two numbers
         const uint32_t side[2] = {__shfl_sync(kFull, my_side, row), 0};
         p = make_params(scheme, side);
@@ -559,6 +568,7 @@ template <class B>
 __global__ void __launch_bounds__(256) decode_blocks(const __grid_constant__ CudaJob job) {
   Check check;
   const uint32_t head = job.head.expected ? 1 : 0;  // the first thread block looks at the head
-  const uint32_t problem = blockIdx.x < head ? check_head(job) : decode_any<B, false>(job, blockIdx.x - head, gridDim.x - head, check);
+  const uint32_t problem =
+      blockIdx.x < head ? check_head(job) : decode_any<B, false>(job, blockIdx.x - head, gridDim.x - head, check);
   report(job, problem, check);
 }

@@ -146,7 +146,8 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
     if (!kAhead && block + stride < place.full) {  // one line a lane: the whole of the next block
       const uint64_t next = (block + stride) * kBlock + lane * 32;
       prefetch(static_cast<const char*>(place.in) + next * (job.dtype == DType::f32 ? 4 : 2));
-      if (kFeedback && place.before) prefetch(static_cast<const char*>(place.before) + next * (job.residual == DType::f32 ? 4 : 2));
+      if (kFeedback && place.before)
+        prefetch(static_cast<const char*>(place.before) + next * (job.residual == DType::f32 ? 4 : 2));
     }
 
     UnitParams p;
@@ -184,7 +185,8 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
 
     const uint64_t key = block_key(place.key, place.first_block + block);
     const uint32_t key1 = static_cast<uint32_t>(key >> 32);
-    const float lower = 1.0f / p.pre;  // a power of two: exact both ways. Lifted values were clipped against p.limit unlifted
+    const float lower =
+        1.0f / p.pre;  // a power of two: exact both ways. Lifted values were clipped against p.limit unlifted
     uint32_t counter = lane * kWeyl + static_cast<uint32_t>(key);
     uint32_t* words = job.body + place.region + block * kLane * bits + lane;
     const uint32_t row0 = static_cast<uint32_t>(place.region / kLane + block * bits);
@@ -249,7 +251,8 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
   // The first thread blocks look at the head and take the tails: those of a full device start last.
   const uint32_t head = job.head.expected ? 1 : 0, others = gridDim.x - job.main_blocks;
   if (blockIdx.x < others) {
-    report(job, blockIdx.x < head ? check_head(job) : decode_any<B, true>(job, blockIdx.x - head, others - head, check), check);
+    report(job, blockIdx.x < head ? check_head(job) : decode_any<B, true>(job, blockIdx.x - head, others - head, check),
+           check);
     return;
   }
   __shared__ float table[table_floats<B>() + 1];
@@ -315,7 +318,8 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int q = 4 * j * kBits / 32, shift = 4 * j * kBits % 32;
-        const uint32_t x = w4[q].x >> shift & kMask, y = w4[q].y >> shift & kMask, z = w4[q].z >> shift & kMask, v = w4[q].w >> shift & kMask;
+        const uint32_t x = w4[q].x >> shift & kMask, y = w4[q].y >> shift & kMask, z = w4[q].z >> shift & kMask,
+                       v = w4[q].w >> shift & kMask;
         seen = B::template check<ScalarLane>(B::template check<ScalarLane>(seen, x), y);
         seen = B::template check<ScalarLane>(B::template check<ScalarLane>(seen, z), v);
         __stcs(to + j * 32, float4{B::template decode<ScalarLane>(x, p), B::template decode<ScalarLane>(y, p),

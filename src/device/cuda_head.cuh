@@ -8,8 +8,8 @@ constexpr uint32_t kFull = 0xffffffffu;
 // XXH64 (seed 0) of bytes [0, 48) and [64, bytes) of a head, both multiples of 8. The first warp of the block
 // runs the hash's four chains side by side.
 __device__ uint64_t device_head_check(const std::byte* head, uint32_t bytes) {
-  constexpr uint64_t p1 = 0x9e3779b185ebca87ull, p2 = 0xc2b2ae3d27d4eb4full, p3 = 0x165667b19e3779f9ull, p4 = 0x85ebca77c2b2ae63ull,
-                     p5 = 0x27d4eb2f165667c5ull;
+  constexpr uint64_t p1 = 0x9e3779b185ebca87ull, p2 = 0xc2b2ae3d27d4eb4full, p3 = 0x165667b19e3779f9ull,
+                     p4 = 0x85ebca77c2b2ae63ull, p5 = 0x27d4eb2f165667c5ull;
   const auto rotate = [](uint64_t x, int r) { return x << r | x >> (64 - r); };
   const auto round = [&](uint64_t acc, uint64_t in) { return rotate(acc + in * p2, 31) * p1; };
   const uint64_t* words = reinterpret_cast<const uint64_t*>(head);
@@ -57,7 +57,8 @@ __device__ uint32_t check_head(const CudaJob& job) {
     if ((at >= 16 && at < 36) || (at >= 48 && at < 64)) continue;
     const uint32_t got = reinterpret_cast<const uint32_t*>(message)[w];
     const bool type = at >= head.first_tensor_at && (at - head.first_tensor_at) % 40 == 32 && (got >> 16 & 0xff) <= 2;
-    if ((got ^ reinterpret_cast<const uint32_t*>(head.expected)[w]) & (type ? 0xff00ffffu : 0xffffffffu)) problem |= kBadHead;
+    if ((got ^ reinterpret_cast<const uint32_t*>(head.expected)[w]) & (type ? 0xff00ffffu : 0xffffffffu))
+      problem |= kBadHead;
   }
   const uint32_t* body = reinterpret_cast<const uint32_t*>(message + head.bytes);
   for (uint32_t g = 0; g < head.gap_count; ++g)
@@ -65,11 +66,13 @@ __device__ uint32_t check_head(const CudaJob& job) {
       if (body[w] != 0) problem |= kBadPadding;
   const uint64_t found = threadIdx.x < 32 ? device_head_check(message, head.bytes) : 0;
   if (threadIdx.x == 0) {
-    const uint32_t rank = *reinterpret_cast<const uint32_t*>(message + 28), world = *reinterpret_cast<const uint32_t*>(message + 32);
+    const uint32_t rank = *reinterpret_cast<const uint32_t*>(message + 28),
+                   world = *reinterpret_cast<const uint32_t*>(message + 32);
     if (found != *reinterpret_cast<const uint64_t*>(message + 48)) problem |= kBadHead;
     if (rank >= world) problem |= kBadStamp;
-    if (head.has_stamp && (*reinterpret_cast<const uint64_t*>(message + 16) != head.step ||
-                           *reinterpret_cast<const uint32_t*>(message + 24) != head.stage || rank != head.rank || world != head.world))
+    if (head.has_stamp &&
+        (*reinterpret_cast<const uint64_t*>(message + 16) != head.step ||
+         *reinterpret_cast<const uint32_t*>(message + 24) != head.stage || rank != head.rank || world != head.world))
       problem |= kBadStamp;
   }
   return problem;

@@ -18,10 +18,10 @@ namespace gradwire {
 // One tensor (or piece) of a group: the tensors of a plan that share scheme and dtype run in one launch.
 struct CudaPiece {
   uint64_t count, first_block, name_hash;
-  uint64_t region;      // its first word in the body
-  uint64_t first_item;  // number of its first item in the group
+  uint64_t region;            // its first word in the body
+  uint64_t first_item;        // number of its first item in the group
   uint64_t first_block_slot;  // whole-tensor selection: its first entry in block_counts
-  uint32_t tensor;      // its place in the pointer tables: first_pointer + slot
+  uint32_t tensor;            // its place in the pointer tables: first_pointer + slot
   uint64_t first_bucket = 0;  // whole-tensor clusters: its first entry in bucket_sums and bucket_counts
 };
 
@@ -38,7 +38,14 @@ struct CudaSelect {
 
 // Bits of the status word. Any of them makes wait() throw.
 enum CudaStatus : uint32_t {
-  kBadCodes = 1, kBadSide = 2, kBadPadding = 4, kBadIndices = 8, kBadValues = 16, kBadHead = 32, kBadBody = 64, kBadStamp = 128,
+  kBadCodes = 1,
+  kBadSide = 2,
+  kBadPadding = 4,
+  kBadIndices = 8,
+  kBadValues = 16,
+  kBadHead = 32,
+  kBadBody = 64,
+  kBadStamp = 128,
   kBadBuckets = 512,  // 256: cuda_fft.h
 };
 
@@ -69,16 +76,16 @@ struct CudaJob {
   const void* const* before = nullptr;
   void* const* after = nullptr;
   bool feedback = false, add = false;
-  bool tails = false;          // the group has pieces that end in a partial block
-  bool aligned = false;        // every tensor of the group is aligned to 16 bytes
-  uint32_t main_blocks = 0;    // thread blocks for full blocks; others come before them, for the head and the tails
-  uint32_t unit_shift = 0;     // units of one block or more: block >> unit_shift is the unit
+  bool tails = false;        // the group has pieces that end in a partial block
+  bool aligned = false;      // every tensor of the group is aligned to 16 bytes
+  uint32_t main_blocks = 0;  // thread blocks for full blocks; others come before them, for the head and the tails
+  uint32_t unit_shift = 0;   // units of one block or more: block >> unit_shift is the unit
   float loss_scale = 1, unscale = 1;
   const uint64_t* keys = nullptr;  // tensor_key() of every tensor for this call
   uint32_t* body = nullptr;
   unsigned long long* check = nullptr;  // the body's sum, under way
   uint32_t* status = nullptr;
-  CudaHead head;                        // decode, in the first job of a message: to be checked on the way
+  CudaHead head;  // decode, in the first job of a message: to be checked on the way
   const std::byte* message = nullptr;
   // Whole-tensor units, an entry a piece.
   uint32_t* tops = nullptr;
@@ -105,10 +112,11 @@ struct CudaBegin {
   uint32_t* status;  // decode; null: left alone
   uint64_t call;     // encode: call_key()
   const uint64_t* name_hashes;
-  uint64_t* keys;    // encode; null: none
+  uint64_t* keys;  // encode; null: none
   uint32_t tensors;
 };
-void cuda_begin(const CudaBegin& begin, const void* const* host, const void** device, size_t count, cudaStream_t stream);
+void cuda_begin(const CudaBegin& begin, const void* const* host, const void** device, size_t count,
+                cudaStream_t stream);
 void cuda_encode(const CudaJob& job, cudaStream_t stream);
 void cuda_decode(const CudaJob& job, cudaStream_t stream);
 // The same for the bodies of codec/methods-inl.h.

@@ -14,16 +14,19 @@ int multiprocessors() {
 }
 
 unsigned limited(uint64_t wanted, int per_sm) {
-  return static_cast<unsigned>(std::max<uint64_t>(1, std::min<uint64_t>(wanted, static_cast<uint64_t>(multiprocessors()) * std::max(per_sm, 1))));
+  return static_cast<unsigned>(std::max<uint64_t>(
+      1, std::min<uint64_t>(wanted, static_cast<uint64_t>(multiprocessors()) * std::max(per_sm, 1))));
 }
 
 // Enough thread blocks to fill the device, no more: kernels walk over their items, and add one partial sum each.
 // `extra` thread blocks come before those, for tails and for the head of a message.
 template <auto kKernel, unsigned kShared = 0>
-void launch(CudaJob job, uint64_t items, unsigned items_per_block, unsigned threads, cudaStream_t stream, unsigned extra = 0) {
+void launch(CudaJob job, uint64_t items, unsigned items_per_block, unsigned threads, cudaStream_t stream,
+            unsigned extra = 0) {
   static const int per_sm = [&] {
     int blocks = 1;
-    if (kShared > 0) cuda_throw(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared), "shared memory");
+    if (kShared > 0)
+      cuda_throw(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared), "shared memory");
     cuda_throw(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, threads, kShared), "occupancy");
     return blocks;
   }();

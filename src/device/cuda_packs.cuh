@@ -12,7 +12,8 @@
 namespace gradwire {
 
 constexpr size_t kPack = 64;
-constexpr unsigned kPackThreads = 256, kPackRow = 1024;  // threads a block, blocks a row at most: a large span fills the device
+constexpr unsigned kPackThreads = 256,
+                   kPackRow = 1024;  // threads a block, blocks a row at most: a large span fills the device
 
 template <class Span>
 struct Pack {
@@ -29,7 +30,8 @@ void in_packs(int index, std::span<const Span> spans, uint64_t each, Launch&& la
   const auto flush = [&] {
     if (n == 0) return;
     const uint64_t threads = (longest + each - 1) / each;
-    const auto blocks = static_cast<unsigned>(std::min<uint64_t>((threads + kPackThreads - 1) / kPackThreads, kPackRow));
+    const auto blocks =
+        static_cast<unsigned>(std::min<uint64_t>((threads + kPackThreads - 1) / kPackThreads, kPackRow));
     launch(pack, dim3(blocks, n));
     cuda_throw(cudaGetLastError(), "kernel launch");
     n = 0;

@@ -10,7 +10,8 @@ namespace {
 
 __global__ void divide_kernel(Pack<SumSpan> pack, float divisor) {
   const SumSpan sum = pack.spans[blockIdx.y];
-  for (uint64_t i = blockIdx.x * uint64_t{kPackThreads} + threadIdx.x; i < sum.count; i += gridDim.x * uint64_t{kPackThreads}) {
+  for (uint64_t i = blockIdx.x * uint64_t{kPackThreads} + threadIdx.x; i < sum.count;
+       i += gridDim.x * uint64_t{kPackThreads}) {
     const uint32_t before = float_bits(sum.data[i]);
     uint32_t after = kMarker;
     if ((before & 0x7fffffffu) <= kInfBits) after = float_bits(__fdiv_rn(bits_float(before), divisor));
@@ -23,7 +24,8 @@ __global__ void narrow_kernel(Pack<NarrowSpan> pack) {
   const float* from = s.from;
   auto* to = static_cast<uint16_t*>(s.to);
   const bool half = s.dtype == DType::f16;
-  for (uint64_t i = blockIdx.x * uint64_t{kPackThreads} + threadIdx.x; i < s.count; i += gridDim.x * uint64_t{kPackThreads})
+  for (uint64_t i = blockIdx.x * uint64_t{kPackThreads} + threadIdx.x; i < s.count;
+       i += gridDim.x * uint64_t{kPackThreads})
     to[i] = half ? f32_to_f16(from[i]) : f32_to_bf16(from[i]);
 }
 

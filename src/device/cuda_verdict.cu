@@ -40,7 +40,9 @@ __global__ void keep_kernel(Pack<KeepSpan> pack, const uint32_t* words) {
   const KeepSpan span = pack.spans[blockIdx.y];
   const auto* from = static_cast<const uint16_t*>(span.from);
   auto* to = static_cast<uint16_t*>(span.to);
-  for (uint64_t i = blockIdx.x * uint64_t{kPackThreads} + threadIdx.x; i < span.count / 2; i += gridDim.x * uint64_t{kPackThreads}) to[i] = from[i];
+  for (uint64_t i = blockIdx.x * uint64_t{kPackThreads} + threadIdx.x; i < span.count / 2;
+       i += gridDim.x * uint64_t{kPackThreads})
+    to[i] = from[i];
 }
 
 __global__ void close_kernel(uint32_t* words) {

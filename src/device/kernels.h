@@ -17,21 +17,21 @@ namespace gradwire {
 
 struct Span {
   const Scheme* scheme = nullptr;
-  uint64_t count = 0;         // elements of the whole piece
+  uint64_t count = 0;           // elements of the whole piece
   uint64_t begin = 0, end = 0;  // blocks
   DType dtype = DType::f32;
-  const void* in = nullptr;   // encode: the piece's values
-  void* out = nullptr;        // decode: where they go
-  bool add = false;           // decode: add to what is there (f32)
-  bool stream = false;        // write large results past the caches
+  const void* in = nullptr;  // encode: the piece's values
+  void* out = nullptr;       // decode: where they go
+  bool add = false;          // decode: add to what is there (f32)
+  bool stream = false;       // write large results past the caches
 
   const void* before = nullptr;  // error feedback, or null
   void* after = nullptr;
   DType residual = DType::f32;
   float loss_scale = 1.0f;
 
-  uint64_t key = 0;          // tensor_key()
-  uint64_t first_block = 0;  // of the piece in its tensor
+  uint64_t key = 0;            // tensor_key()
+  uint64_t first_block = 0;    // of the piece in its tensor
   uint32_t* region = nullptr;  // the piece's words in the body (read only when decoding)
   uint64_t region_index = 0;   // of the first of them in the body
 
@@ -40,7 +40,7 @@ struct Span {
 
 // Working memory of one thread.
 struct Scratch {
-  alignas(64) float x[kTile];         // a block, or a tile for selection
+  alignas(64) float x[kTile];  // a block, or a tile for selection
   alignas(64) uint32_t codes[kTile + 64];
   alignas(64) uint64_t keys[kTile];
 };
@@ -50,15 +50,15 @@ struct Kernels {
   // One block's values as f32, with feedback added, to `x`; the rest of the block is zero. Returns where to read them:
   // x, or the input itself where nothing has to be done.
   const float* (*stage)(const Span&, uint64_t block, float* x);
-  uint32_t (*absmax)(const Span&, Scratch&);                         // bit pattern; >= kInfBits: not finite
-  void (*sums)(const Span&, uint32_t absmax, Scratch&, Sums&);       // adds to Sums
+  uint32_t (*absmax)(const Span&, Scratch&);                    // bit pattern; >= kInfBits: not finite
+  void (*sums)(const Span&, uint32_t absmax, Scratch&, Sums&);  // adds to Sums
   // whole: the parameters of the one unit the span lies in, or null where each block holds whole units.
   void (*encode)(const Span&, const UnitParams* whole, Scratch&, LaneSums&);
   // `whole` as above. True if a code cannot come from an honest encoder.
   bool (*decode)(const Span&, const UnitParams* whole, Scratch&);
   // The k strongest of `elements` values x, lowest index first among equals: writes their indices, in order.
   void (*select)(const float* x, uint32_t elements, uint32_t k, uint32_t* indices, Scratch&);
-  void (*put)(const Span&, uint64_t block, const float* x);          // values of a block to `out`, as dtype and add say
+  void (*put)(const Span&, uint64_t block, const float* x);  // values of a block to `out`, as dtype and add say
   void (*put_residual)(const Span&, uint64_t block, const float* x);  // x or, where that is NaN, what was there before
   // The number of ascending thresholds at or below each of n values; n is a multiple of 32.
   void (*classify)(const float* x, uint64_t n, const float* thresholds, uint32_t count, uint32_t* codes);
@@ -77,13 +77,14 @@ struct Kernels {
   void (*unpack)(int bits, const uint32_t* words, uint32_t* codes);
   void (*pack_tail)(const uint32_t* codes, uint64_t n, int bits, uint32_t* words);
   void (*unpack_tail)(const uint32_t* words, uint64_t n, int bits, uint32_t* codes);
-  void (*sum_rows)(const uint32_t* words, uint32_t rows, uint64_t first_row, LaneSums&);  // rows of 32 words into a checksum
+  void (*sum_rows)(const uint32_t* words, uint32_t rows, uint64_t first_row,
+                   LaneSums&);  // rows of 32 words into a checksum
   // body_sum() of words that start at body index `index`, a multiple of 32.
   uint64_t (*sum_words)(const uint32_t* words, uint64_t count, uint64_t index);
 };
 
 const Kernels& scalar_kernels();
-const std::vector<const Kernels*>& vector_kernels();  // that this processor runs, best first
+const std::vector<const Kernels*>& vector_kernels();    // that this processor runs, best first
 const Kernels& kernels_named(const std::string& simd);  // "" the best, "scalar", or a target's name
 
 }  // namespace gradwire

@@ -84,7 +84,9 @@ struct ScalarLane {
   static void stream(F x, float* p) { *p = x; }
   static uint32_t reduce_max(U x) { return x; }
   static uint64_t reduce_add(U x) { return x; }
-  static void add_products(const uint32_t* words, uint32_t weight, uint64_t* sums) { *sums += uint64_t{*words} * weight; }
+  static void add_products(const uint32_t* words, uint32_t weight, uint64_t* sums) {
+    *sums += uint64_t{*words} * weight;
+  }
   // counts + 1 where a < b, a >= b, a == b.
   GW_HD static U count_less(U counts, F a, F b) { return counts + (a < b); }
   GW_HD static U count_not_less(U counts, F a, F b) { return counts + (a >= b); }

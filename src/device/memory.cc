@@ -12,8 +12,8 @@ namespace {
 
 struct HostMemory final : Memory {
   bool on_host() const override { return true; }
-  void* allocate(size_t bytes) override { return ::operator new(bytes ? bytes : 1, std::align_val_t{64}); }
-  void release(void* data) override { ::operator delete(data, std::align_val_t{64}); }
+  void* allocate(size_t bytes) override { return ::operator new (bytes ? bytes : 1, std::align_val_t{64}); }
+  void release(void* data) override { ::operator delete (data, std::align_val_t{64}); }
   void zero(void* data, size_t bytes) override { std::memset(data, 0, bytes); }
   void to_host(void* host, const void* data, size_t bytes) override {
     if (bytes) std::memcpy(host, data, bytes);
@@ -36,7 +36,9 @@ std::shared_ptr<Memory> memory_of(const Device& device) {
   return std::make_shared<HostMemory>();
 }
 
-void no_cuda() { throw Error(ErrorKind::unsupported, "this build has no CUDA: configure it where nvcc is found", "device"); }
+void no_cuda() {
+  throw Error(ErrorKind::unsupported, "this build has no CUDA: configure it where nvcc is found", "device");
+}
 
 #if !defined(GRADWIRE_HAS_CUDA)
 std::shared_ptr<Memory> cuda_memory(int, void*) { no_cuda(); }

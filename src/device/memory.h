@@ -27,7 +27,8 @@ struct Memory {
   virtual void release_host(void* data) = 0;
   virtual void start_to_host(void* host, const void* data, size_t bytes) = 0;
   virtual void start_from_host(void* data, const void* host, size_t bytes) = 0;
-  virtual void copy(void* to, const void* from, size_t bytes) = 0;  // both where allocate() gives memory; on a GPU only enqueued
+  virtual void copy(void* to, const void* from,
+                    size_t bytes) = 0;  // both where allocate() gives memory; on a GPU only enqueued
   virtual void wait() = 0;
 };
 

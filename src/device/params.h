@@ -14,16 +14,18 @@
 namespace gradwire {
 
 struct Sums {
-  int64_t first = 0;    // clip: sum of values; signs: sum of the non-negative ones
-  uint64_t second = 0;  // l2, clip: sum of squares; signs: sum of the negative ones' magnitudes
+  int64_t first = 0;      // clip: sum of values; signs: sum of the non-negative ones
+  uint64_t second = 0;    // l2, clip: sum of squares; signs: sum of the negative ones' magnitudes
   uint64_t negative = 0;  // signs: how many are negative
 };
 
 struct UnitParams {
-  float pre = 1;     // a power of two that lifts tiny units out of the subnormals, else 1
-  float scale = 0;   // uniform: steps of 2^-16 level per unit of pre * x
-  float limit = 0;   // uniform: values beyond are clipped, when the statistic is Stat::clip; levels: the middle one
-  float a = 0, b = 0;  // uniform: a is the step between levels; sign: the values of codes 0 and 1; levels: the norm and the ramp's offset
+  float pre = 1;    // a power of two that lifts tiny units out of the subnormals, else 1
+  float scale = 0;  // uniform: steps of 2^-16 level per unit of pre * x
+  float limit = 0;  // uniform: values beyond are clipped, when the statistic is Stat::clip; levels: the middle one
+  float
+      a = 0,
+      b = 0;  // uniform: a is the step between levels; sign: the values of codes 0 and 1; levels: the norm and the ramp's offset
   const float* table = nullptr;  // levels
   // log: base is the least exponent, top the codes above zero. range: base is the pattern of the least magnitude, top and bottom
   // the codes above and below zero, shift the mantissa bits that are dropped.
@@ -31,7 +33,7 @@ struct UnitParams {
 };
 
 GW_HD inline bool finite_bits(uint32_t b) { return (b & 0x7fffffffu) < kInfBits; }
-GW_HD inline float below(float x) { return bits_float(float_bits(x) - 1); }  // the next smaller positive float
+GW_HD inline float below(float x) { return bits_float(float_bits(x) - 1); }         // the next smaller positive float
 GW_HD inline uint32_t levels(const Scheme& s) { return (1u << (s.bits - 1)) - 1; }  // on each side of zero
 
 // The grid for sums: value * pre * grid is below 2 in magnitude, exactly scaled.
@@ -82,10 +84,12 @@ GW_HD inline void make_side(const Scheme& s, uint32_t absmax, const Sums& sums, 
     if (bound > 0 && bound < static_cast<double>(first)) first = static_cast<float>(bound);
   } else if (s.stat == Stat::signs) {
     const uint64_t others = n - sums.negative;
-    first = others ? static_cast<float>(static_cast<double>(sums.first) / kSumScale * step / static_cast<double>(others)) : 0.0f;
-    second = sums.negative
-                 ? -static_cast<float>(static_cast<double>(sums.second) / kSumScale * step / static_cast<double>(sums.negative))
-                 : 0.0f;
+    first = others
+                ? static_cast<float>(static_cast<double>(sums.first) / kSumScale * step / static_cast<double>(others))
+                : 0.0f;
+    second = sums.negative ? -static_cast<float>(static_cast<double>(sums.second) / kSumScale * step /
+                                                 static_cast<double>(sums.negative))
+                           : 0.0f;
   }
   side[0] = float_bits(first);
   side[1] = float_bits(second) == 0x80000000u ? 0u : float_bits(second);
@@ -138,7 +142,9 @@ GW_HD inline UnitParams make_params(const Scheme& s, const uint32_t* side) {
     p.top = levels(s);
   }
   if (side[0] == kMarker || norm == 0.0f) return p;  // scale 0: a marked unit is encoded as zeros
-  const float top = relative ? 1.0f : static_cast<float>(levels(s)), steps = top * (relative ? 1.0f : s.body == Body::wide ? 256.0f : 65536.0f);
+  const float top = relative ? 1.0f : static_cast<float>(levels(s)), steps = top * (relative               ? 1.0f
+                                                                                    : s.body == Body::wide ? 256.0f
+                                                                                                           : 65536.0f);
   if (!relative) p.limit = norm;
   float lifted = norm;
   if (norm < 0x1p-100f) {

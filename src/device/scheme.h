@@ -21,7 +21,21 @@ namespace gradwire {
 inline constexpr uint32_t kBlock = 1024, kLane = 32, kTile = 32768;
 
 // The element body that turns values into codes, and the statistic its side values come from.
-enum class Body : uint8_t { cast32, cast16, castb16, uniform, sign, select, levels, log, range, wide, none, clusters, fft };
+enum class Body : uint8_t {
+  cast32,
+  cast16,
+  castb16,
+  uniform,
+  sign,
+  select,
+  levels,
+  log,
+  range,
+  wide,
+  none,
+  clusters,
+  fft
+};
 enum class Stat : uint8_t { none, absmax, l2, clip, signs, fixed };
 
 struct Scheme {
@@ -36,10 +50,12 @@ struct Scheme {
   float limit = 0;        // Stat::fixed: the largest magnitude; levels: the middle one
   uint32_t steps = 0;     // log: powers of two below the largest; range: mantissa bits
   bool truncate = false;  // range: cut off instead of rounding
-  uint32_t base = 0, top = 0, bottom = 0;  // range with Stat::fixed: pattern of the least magnitude, codes above and below zero
-  float offset = 0;       // levels: of the rounding ramp, in 2^-16 of a cell
-  const float* table = nullptr;  // levels: 2^depth levels, as many slopes, and more (methods-inl.h); clusters: thresholds. The codec owns it; a GPU has a copy
-  uint32_t table_size = 0;       // floats
+  uint32_t base = 0, top = 0,
+           bottom = 0;  // range with Stat::fixed: pattern of the least magnitude, codes above and below zero
+  float offset = 0;     // levels: of the rounding ramp, in 2^-16 of a cell
+  const float* table =
+      nullptr;  // levels: 2^depth levels, as many slopes, and more (methods-inl.h); clusters: thresholds. The codec owns it; a GPU has a copy
+  uint32_t table_size = 0;  // floats
 };
 
 // Whether side values come from sums, beside the largest magnitude.
@@ -60,7 +76,9 @@ GW_HD inline uint64_t unit_count(const Scheme& s, uint64_t count) {
 // Quantised regions.
 GW_HD inline uint64_t full_words(const Scheme& s, uint64_t count) { return count / kBlock * kLane * s.bits; }
 GW_HD inline uint64_t tail_words(const Scheme& s, uint64_t count) { return div_up(count % kBlock * s.bits, 32); }
-GW_HD inline uint64_t side_offset(const Scheme& s, uint64_t count) { return full_words(s, count) + tail_words(s, count); }
+GW_HD inline uint64_t side_offset(const Scheme& s, uint64_t count) {
+  return full_words(s, count) + tail_words(s, count);
+}
 
 // Selected regions. At least one element of a unit is kept.
 GW_HD inline uint64_t kept(const Scheme& s, uint64_t elements) {

@@ -16,7 +16,8 @@ bool finite(const Word* data, uint64_t count, Word exponent) {
   for (uint64_t at = 0; at < count; at += kStretch) {
     const uint64_t end = at + kStretch < count ? at + kStretch : count;
     Word bad = 0;
-    for (uint64_t i = at; i < end; ++i) bad = static_cast<Word>(bad | ((data[i] & exponent) == exponent ? ~Word{0} : Word{0}));
+    for (uint64_t i = at; i < end; ++i)
+      bad = static_cast<Word>(bad | ((data[i] & exponent) == exponent ? ~Word{0} : Word{0}));
     if (bad) return false;
   }
   return true;
@@ -32,7 +33,8 @@ bool on_gpu(const Device& device) { return device.kind == Device::Kind::cuda; }
 
 }  // namespace
 
-Verdict::Verdict(const Device& device) : memory_(memory_of(device)), words_(static_cast<uint32_t*>(memory_->allocate(2 * sizeof(uint32_t)))) {
+Verdict::Verdict(const Device& device)
+    : memory_(memory_of(device)), words_(static_cast<uint32_t*>(memory_->allocate(2 * sizeof(uint32_t)))) {
   memory_->zero(words_, 2 * sizeof(uint32_t));
 }
 Verdict::~Verdict() { memory_->release(words_); }

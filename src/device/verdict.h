@@ -38,7 +38,7 @@ class Verdict {
   void keep_if_bad(const Device& device, std::span<const KeepSpan> spans);  // to = from, where the step is skipped
   void close(const Device& device);                                         // counts, and forgets for the next step
 
-  bool bad() const;         // of the step that is not closed; on a GPU it waits
+  bool bad() const;          // of the step that is not closed; on a GPU it waits
   uint64_t skipped() const;  // steps, ever; on a GPU it waits
 
  private:

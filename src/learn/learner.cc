@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The course of learning: what is looked at, how evidence travels, what is kept.
-#include "gradwire/learn.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -12,6 +10,7 @@
 #include "device/memory.h"
 #include "device/scheme.h"
 #include "gradwire/error.h"
+#include "gradwire/learn.h"
 #include "learn/subjects.h"
 
 namespace gradwire {
@@ -55,14 +54,16 @@ struct Learner::State {
   void choose(const Plan& plan, std::span<const uint32_t> which, uint64_t step) {
     picks.clear();
     const uint64_t unit = sample_unit(base), run = std::max<uint64_t>(unit, kBlock);
-    const uint64_t wanted = std::max<uint64_t>(1, sample_blocks / (run / kBlock)), stride = std::max<uint64_t>(1, div_up(div_up(elements, run), wanted));
+    const uint64_t wanted = std::max<uint64_t>(1, sample_blocks / (run / kBlock)),
+                   stride = std::max<uint64_t>(1, div_up(div_up(elements, run), wanted));
     for (uint32_t tensor : which) {
       const TensorSpec& spec = plan.tensors()[tensor];
       const uint64_t name = name_of(spec), before = spec.first / run, skip = (mix64(name) + step + before) % stride;
       for (uint64_t at = skip == 0 ? 0 : stride - skip; at * run < spec.count; at += stride) {
         const uint64_t first = at * run, here = std::min(run, spec.count - first);
         Seen one{name, spec.first + first, std::vector<float>(here), {}, {}};
-        for (uint64_t part = 0; part < here; part += unit) one.lengths.push_back(static_cast<uint32_t>(std::min(unit, here - part)));
+        for (uint64_t part = 0; part < here; part += unit)
+          one.lengths.push_back(static_cast<uint32_t>(std::min(unit, here - part)));
         for (uint64_t block = first / kBlock; block * kBlock < first + here; ++block) picks.push_back({tensor, block});
         coming.push_back(std::move(one));
       }
@@ -82,7 +83,8 @@ struct Learner::State {
   }
 
   Evidence evidence() {
-    std::sort(seen.begin(), seen.end(), [](const Seen& a, const Seen& b) { return std::tie(a.name, a.first) < std::tie(b.name, b.first); });
+    std::sort(seen.begin(), seen.end(),
+              [](const Seen& a, const Seen& b) { return std::tie(a.name, a.first) < std::tie(b.name, b.first); });
     std::vector<float> values;
     std::vector<uint32_t> words, lengths;
     for (const Seen& one : seen) {
@@ -105,7 +107,8 @@ struct Learner::State {
 Learner::Learner(const Codec& codec, uint64_t elements, int world) : state_(std::make_unique<State>()) {
   state_->base = codec;
   state_->subject = subject_of(codec, elements, world);
-  if (!state_->subject) throw Error(ErrorKind::usage, fmt::format("codec is {}, which learns nothing", codec.name()), "codec");
+  if (!state_->subject)
+    throw Error(ErrorKind::usage, fmt::format("codec is {}, which learns nothing", codec.name()), "codec");
   state_->elements = elements;
 }
 Learner::~Learner() = default;
@@ -175,7 +178,8 @@ std::vector<std::byte> Learner::save() const {
 
 void Learner::restore(std::span<const std::byte> state) {
   if (state.size() % sizeof(uint64_t) != 0)
-    throw Error(ErrorKind::frame, fmt::format("learned state has {} bytes; expected a multiple of 8", state.size()), "learned");
+    throw Error(ErrorKind::frame, fmt::format("learned state has {} bytes; expected a multiple of 8", state.size()),
+                "learned");
   std::vector<uint64_t> words(state.size() / sizeof(uint64_t));
   std::copy(state.begin(), state.end(), std::as_writable_bytes(std::span(words)).begin());
   state_->subject->restore(words);
@@ -197,7 +201,8 @@ Codec fit(const Codec& codec, const void* tensor, uint64_t count, DType dtype, c
   const uint32_t which[] = {0};
   const std::shared_ptr<Memory> memory = memory_of(device);
   const auto release = [memory](std::byte* data) { memory->release(data); };
-  const std::unique_ptr<std::byte, decltype(release)> room(static_cast<std::byte*>(memory->allocate(plan.message_bytes())), release);
+  const std::unique_ptr<std::byte, decltype(release)> room(
+      static_cast<std::byte*>(memory->allocate(plan.message_bytes())), release);
   const std::span<std::byte> message(room.get(), plan.message_bytes());
   if (learner.ahead()) runner->encode(in, {}, message);
   if (learner.looks(0)) {

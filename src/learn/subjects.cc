@@ -9,12 +9,12 @@
 #include <cmath>
 #include <cstring>
 
+#include "codec/casq/clusters.h"
+#include "codec/dqsgd/bits.h"
+#include "codec/optquant/levels.h"
+#include "codec/rangefloat/mantissa.h"
 #include "core/bits.h"
 #include "device/regions.h"
-#include "fit/bits.h"
-#include "fit/clusters.h"
-#include "fit/levels.h"
-#include "fit/mantissa.h"
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 #include "gradwire/runner.h"
@@ -30,7 +30,8 @@ void Evidence::add(const Evidence& other) {
   // The coarser unit stays; what falls off the finer one's end is below its share of the sum.
   const int64_t top = std::max(exponent, other.exponent);
   const auto shift = [&](int64_t e) { return static_cast<int>(std::min<int64_t>(top - e, 63)); };
-  for (size_t i = 0; i < counts.size(); ++i) counts[i] = (counts[i] >> shift(exponent)) + (other.counts[i] >> shift(other.exponent));
+  for (size_t i = 0; i < counts.size(); ++i)
+    counts[i] = (counts[i] >> shift(exponent)) + (other.counts[i] >> shift(other.exponent));
   exponent = top;
 }
 
@@ -90,7 +91,8 @@ struct Weighed {
 // Subjects that fit a table anew from time to time.
 class Refitted : public Subject {
  public:
-  Refitted(const Codec& codec, uint64_t start = 0) : base_(codec), start_(start), refit_(static_cast<uint64_t>(number(codec, "refit"))) {}
+  Refitted(const Codec& codec, uint64_t start = 0)
+      : base_(codec), start_(start), refit_(static_cast<uint64_t>(number(codec, "refit"))) {}
 
   bool due(uint64_t step) const override {
     const uint64_t done = step + 1;
@@ -142,7 +144,8 @@ class Levels final : public Refitted {
     histogram.counts = pooled.counts;
     const LevelRule rule{base_.get("mode") == "biased", number(base_, "kappa"), number(base_, "workers")};
     std::vector<uint32_t> table;
-    for (float level : fit_levels(histogram, static_cast<int>(number(base_, "bits")), rule).levels) table.push_back(float_bits(level));
+    for (float level : fit_levels(histogram, static_cast<int>(number(base_, "bits")), rule).levels)
+      table.push_back(float_bits(level));
     return table;
   }
 };
@@ -165,7 +168,8 @@ class ClusterTables final : public Refitted {
     const bool paper = base_.get("mode") == "paper";
     const int bits = static_cast<int>(number(base_, "bits"));
     const double budget = number(base_, "budget"), cut = number(base_, "cut");
-    const Clusters clusters = fit_clusters(histogram, bits, budget, cut > 0 || paper ? ClusterMode::paper : ClusterMode::best, cut > 0 ? cut : 0.95);
+    const Clusters clusters = fit_clusters(
+        histogram, bits, budget, cut > 0 || paper ? ClusterMode::paper : ClusterMode::best, cut > 0 ? cut : 0.95);
     std::vector<uint32_t> table;
     for (float threshold : clusters.thresholds) table.push_back(float_bits(threshold));
     if (!paper) {
@@ -204,12 +208,14 @@ class Mantissa : public Refitted {
  protected:
   virtual void add(MagnitudeHistogram& histogram, std::span<const Weighed::Unit> units) const {
     const double fixed = number(base_, "max");
-    for (const auto& unit : units) histogram.add(unit.values, fixed > 0 ? static_cast<float>(fixed) : unit.top, static_cast<uint32_t>(unit.weight));
+    for (const auto& unit : units)
+      histogram.add(unit.values, fixed > 0 ? static_cast<float>(fixed) : unit.top, static_cast<uint32_t>(unit.weight));
   }
   std::vector<uint32_t> table_of(const Evidence& pooled) const override {
     MagnitudeHistogram histogram;
     std::copy(pooled.counts.begin(), pooled.counts.end(), histogram.words().begin());
-    return {static_cast<uint32_t>(choose_mantissa(histogram, static_cast<int>(number(base_, "bits")), base_.get("mode") == "paper"))};
+    return {static_cast<uint32_t>(
+        choose_mantissa(histogram, static_cast<int>(number(base_, "bits")), base_.get("mode") == "paper"))};
   }
 };
 
@@ -225,13 +231,15 @@ class Frequencies final : public Mantissa {
     if (theta == number(base_, "theta") && table_.empty()) return base_;
     const uint64_t bits = std::bit_cast<uint64_t>(theta);
     const uint32_t mantissa = table_.empty() ? base_.scheme().steps : table_[0];
-    return base_.fitted(std::vector<uint32_t>{mantissa, static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)});
+    return base_.fitted(
+        std::vector<uint32_t>{mantissa, static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)});
   }
   void learn(uint64_t, const Evidence& pooled) override {
     if (pooled.exponent != Evidence::kNone) table_ = table_of(pooled);
   }
   void restore(std::span<const uint64_t> state) override {
-    if (state.size() > 1 || (state.size() == 1 && (state[0] < 1 || state[0] > number(base_, "bits") - 2))) refuse_state(base_, "has no mantissa that fits");
+    if (state.size() > 1 || (state.size() == 1 && (state[0] < 1 || state[0] > number(base_, "bits") - 2)))
+      refuse_state(base_, "has no mantissa that fits");
     table_.assign(state.begin(), state.end());
   }
 
@@ -247,12 +255,14 @@ class Frequencies final : public Mantissa {
     const Plan plan(std::move(list));
     std::vector<std::byte> message(plan.message_bytes());
     make_runner(plan, {})->encode(in, {}, message);
-    const Head head = read_head(message, {.max_elements = plan.elements(), .max_tensors = static_cast<uint32_t>(units.size())});
+    const Head head =
+        read_head(message, {.max_elements = plan.elements(), .max_tensors = static_cast<uint32_t>(units.size())});
     for (size_t i = 0; i < units.size(); ++i) {
       const FftScheme scheme = fft_scheme(plan.tensors()[i].codec.scheme());
       const uint32_t bins = fft_size(scheme.chunk, units[i].values.size()) / 2;
       std::vector<float> parts(2 * fft_kept(scheme, bins));
-      std::memcpy(parts.data(), message.data() + head.head_bytes + head.body_offsets[i] + bins / 8, parts.size() * sizeof(float));
+      std::memcpy(parts.data(), message.data() + head.head_bytes + head.body_offsets[i] + bins / 8,
+                  parts.size() * sizeof(float));
       histogram.add(parts, 1.0f, static_cast<uint32_t>(units[i].weight));
     }
   }
@@ -261,7 +271,8 @@ class Frequencies final : public Mantissa {
 // dqsgd. What drives the rounding noise of a step is the mean over its elements of the squared norm of their bucket.
 class Width final : public Subject {
  public:
-  Width(const Codec& codec, uint64_t elements, int world) : base_(codec), rule_(rule_of(codec, elements, world)), controller_(rule_) {
+  Width(const Codec& codec, uint64_t elements, int world)
+      : base_(codec), rule_(rule_of(codec, elements, world)), controller_(rule_) {
     set(base_.scheme().bits);
   }
   Source source() const override { return Source::sides; }
@@ -269,8 +280,11 @@ class Width final : public Subject {
   bool ahead() const override { return base_.get("mode") == "paper"; }
   size_t counts() const override { return 1; }  // sum of elements * norm^2
   // Before a step was seen, nothing may be sent as zeros: its norms could not be read from the message.
-  Codec codec(uint64_t step, double) const override { return ahead() && bits_ == 0 && decided_ != step ? width(rule_.least) : current_; }
-  void look_sides(std::span<const uint32_t> sides, std::span<const uint32_t> elements, Evidence& evidence) const override {
+  Codec codec(uint64_t step, double) const override {
+    return ahead() && bits_ == 0 && decided_ != step ? width(rule_.least) : current_;
+  }
+  void look_sides(std::span<const uint32_t> sides, std::span<const uint32_t> elements,
+                  Evidence& evidence) const override {
     double sum = 0;
     bool any = false;
     for (size_t u = 0; u < sides.size(); ++u) {
@@ -286,7 +300,9 @@ class Width final : public Subject {
   void learn(uint64_t step, const Evidence& pooled) override {
     if (!ahead()) controller_.spent(bits_);
     if (pooled.exponent != Evidence::kNone) {
-      const double mean = std::ldexp(static_cast<double>(pooled.counts[0]), static_cast<int>(pooled.exponent)) / (rule_.dimension * rule_.workers), norm = std::sqrt(mean);
+      const double mean = std::ldexp(static_cast<double>(pooled.counts[0]), static_cast<int>(pooled.exponent)) /
+                          (rule_.dimension * rule_.workers),
+                   norm = std::sqrt(mean);
       const int bits = controller_.decide(ahead() ? step : step + 1, norm);
       // Nothing is sent only where this very step is known to be zero.
       set(bits > 0 || ahead() ? bits : rule_.least);
@@ -300,7 +316,8 @@ class Width final : public Subject {
     return state;
   }
   void restore(std::span<const uint64_t> state) override {
-    if (state.empty() || (state.back() != 0 && (state.back() < static_cast<uint64_t>(rule_.least) || state.back() > static_cast<uint64_t>(rule_.most))))
+    if (state.empty() || (state.back() != 0 && (state.back() < static_cast<uint64_t>(rule_.least) ||
+                                                state.back() > static_cast<uint64_t>(rule_.most))))
       refuse_state(base_, "has no number of bits that is allowed");
     controller_.restore(state.first(state.size() - 1));
     set(static_cast<int>(state.back()));
@@ -320,7 +337,8 @@ class Width final : public Subject {
     rule.workers = world;
     rule.least = static_cast<int>(number(codec, "min"));
     rule.most = static_cast<int>(number(codec, "max"));
-    rule.budget = std::clamp<double>(number(codec, "budget"), rule.least, rule.most);  // what no width can keep is brought to one that can
+    rule.budget = std::clamp<double>(number(codec, "budget"), rule.least,
+                                     rule.most);  // what no width can keep is brought to one that can
     return rule;
   }
   void set(int bits) {

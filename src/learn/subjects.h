@@ -27,9 +27,9 @@ class Subject {
   virtual ~Subject() = default;
   enum class Source { sample, sides };
   virtual Source source() const { return Source::sample; }
-  virtual bool due(uint64_t step) const = 0;     // evidence of this step is wanted
+  virtual bool due(uint64_t step) const = 0;  // evidence of this step is wanted
   virtual bool ahead() const { return false; }
-  virtual size_t counts() const = 0;             // of its evidence
+  virtual size_t counts() const = 0;  // of its evidence
   virtual Codec codec(uint64_t step, double rate) const = 0;
 
   // Units (buckets, tiles, chunks) one after the other; not all of a unit need be finite.

@@ -9,7 +9,8 @@ namespace {
 
 __global__ void qadam_kernel(Pack<QAdamSpan> pack, QAdamNumbers numbers) {
   const QAdamSpan s = pack.spans[blockIdx.y];
-  for (uint64_t i = blockIdx.x * uint64_t{kPackThreads} + threadIdx.x; i < s.count; i += gridDim.x * uint64_t{kPackThreads}) {
+  for (uint64_t i = blockIdx.x * uint64_t{kPackThreads} + threadIdx.x; i < s.count;
+       i += gridDim.x * uint64_t{kPackThreads}) {
     const float g = s.gradient ? s.gradient[i] : 0.0f;
     float m = s.first[i], v = s.second[i];
     s.update[i] =

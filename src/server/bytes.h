@@ -25,7 +25,9 @@ inline grpc::ByteBuffer to_buffer(const Frame& frame, const Blob& payload) {
   const auto head = write_head(frame, payload ? payload->size() : 0);
   grpc::Slice slices[2] = {grpc::Slice(head.data(), head.size()), grpc::Slice()};
   if (payload && !payload->empty())
-    slices[1] = grpc::Slice(const_cast<std::byte*>(payload->data()), payload->size(), [](void* held) { delete static_cast<Blob*>(held); }, new Blob(payload));
+    slices[1] = grpc::Slice(
+        const_cast<std::byte*>(payload->data()), payload->size(), [](void* held) { delete static_cast<Blob*>(held); },
+        new Blob(payload));
   return grpc::ByteBuffer(slices, payload && !payload->empty() ? 2 : 1);
 }
 
@@ -35,7 +37,8 @@ inline Frame from_buffer(const grpc::ByteBuffer& buffer, Blob& payload) {
   if (!buffer.Dump(&slices).ok()) throw Error(ErrorKind::frame, "bad frame: it cannot be read", "length");
   size_t size = 0;
   for (const grpc::Slice& slice : slices) size += slice.size();
-  if (size > kFrameHead + kMaxFrame) throw Error(ErrorKind::frame, "bad frame: it has more bytes than any part", "oversize");
+  if (size > kFrameHead + kMaxFrame)
+    throw Error(ErrorKind::frame, "bad frame: it has more bytes than any part", "oversize");
   std::byte head[kFrameHead];
   std::vector<std::byte> rest(size > kFrameHead ? size - kFrameHead : 0);
   size_t at = 0;

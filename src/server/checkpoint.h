@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-#include "server/safetensors.h"
+#include "io/safetensors.h"
 
 namespace gradwire::server {
 

@@ -27,7 +27,10 @@ std::string random_id() {
 }  // namespace
 
 Client::Client(ClientOptions options)
-    : options_(std::move(options)), id_(options_.id.empty() ? random_id() : options_.id), buffer_plan_(buffer_specs(options_.signature)), buffer_runner_(make_runner(buffer_plan_, {})) {
+    : options_(std::move(options)),
+      id_(options_.id.empty() ? random_id() : options_.id),
+      buffer_plan_(buffer_specs(options_.signature)),
+      buffer_runner_(make_runner(buffer_plan_, {})) {
   for (const Variable& one : options_.signature.parameters) {
     residuals_.emplace_back(one.count());
     next_residuals_.emplace_back(one.count());
@@ -70,7 +73,8 @@ std::vector<float*> Client::residual_pointers() {
 double Client::residual_sum(size_t part) const {
   double sum = 0;
   for (const Piece& piece : cuts_[part].pieces)
-    sum += signed_sum(std::span(residuals_[piece.parameter]).subspan(piece.first, piece.count), name_hashes_[piece.parameter], piece.first);
+    sum += signed_sum(std::span(residuals_[piece.parameter]).subspan(piece.first, piece.count),
+                      name_hashes_[piece.parameter], piece.first);
   return sum;
 }
 
@@ -104,7 +108,8 @@ double Client::bits() const {
 // The connection.
 
 double Client::patience_left() const {
-  return until_ ? std::min(options_.patience_s, std::chrono::duration<double>(*until_ - Clock::now()).count()) : options_.patience_s;
+  return until_ ? std::min(options_.patience_s, std::chrono::duration<double>(*until_ - Clock::now()).count())
+                : options_.patience_s;
 }
 
 template <class Work>
@@ -121,7 +126,9 @@ void Client::persist(const Work& work) {
       if (link_ && seconds_since(connected_) > 5) pause = 50ms;
       link_.reset();
       if (seconds_since(lost) > options_.patience_s || patience_left() <= 0)
-        throw Error(ErrorKind::engine, fmt::format("the server cannot be reached for {:.0f} s: {}", seconds_since(lost), failure.what()), "server");
+        throw Error(ErrorKind::engine,
+                    fmt::format("the server cannot be reached for {:.0f} s: {}", seconds_since(lost), failure.what()),
+                    "server");
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 2, std::chrono::milliseconds(2000));
     }
@@ -137,7 +144,8 @@ void Client::connect() {
   Blob payload;
   while (true) {  // it may be a while until somebody has brought the first weights
     if (!link->receive(frame, payload, until_ ? 100ms : 1000ms)) {
-      if (seconds_since(asked) > options_.patience_s || patience_left() <= 0) throw LinkLost("the server does not say welcome");
+      if (seconds_since(asked) > options_.patience_s || patience_left() <= 0)
+        throw LinkLost("the server does not say welcome");
       continue;
     }
     if (frame.kind == Kind::welcome) break;
@@ -152,20 +160,24 @@ void Client::connect() {
 void Client::greet(const nlohmann::json& text) {
   try {
     const uint64_t run = text.at("run").get<uint64_t>(), elements = text.at("part_elements").get<uint64_t>();
-    const auto versions = text.at("versions").get<std::vector<uint64_t>>(), sequence = text.at("sequence").get<std::vector<uint64_t>>(),
+    const auto versions = text.at("versions").get<std::vector<uint64_t>>(),
+               sequence = text.at("sequence").get<std::vector<uint64_t>>(),
                durable = text.at("durable").get<std::vector<uint64_t>>();
     slot_ = text.at("slot").get<uint32_t>();
     initial_ = text.at("initial").get<bool>();
     async_ = text.at("async").get<bool>();
     if (joined_ && initial_)
-      throw Error(ErrorKind::engine, "the server has forgotten everything: it was restarted without its checkpoint", "server");
+      throw Error(ErrorKind::engine, "the server has forgotten everything: it was restarted without its checkpoint",
+                  "server");
     if (cuts_.empty()) {
       if (elements == 0) throw Error(ErrorKind::frame, "bad welcome: part_elements is 0", "part_elements");
       part_elements_ = elements;
       cut();
     }
-    if (elements != part_elements_ || versions.size() != cuts_.size() || sequence.size() != cuts_.size() || durable.size() != cuts_.size())
-      throw Error(ErrorKind::engine, "the server now cuts the model otherwise: it is not the one that this worker joined", "server");
+    if (elements != part_elements_ || versions.size() != cuts_.size() || sequence.size() != cuts_.size() ||
+        durable.size() != cuts_.size())
+      throw Error(ErrorKind::engine,
+                  "the server now cuts the model otherwise: it is not the one that this worker joined", "server");
     for (size_t p = 0; p < cuts_.size(); ++p) {
       PartSide& side = sides_[p];
       if (run != run_) side.held = kNone;  // another process: what it calls step n may be other weights
@@ -195,7 +207,8 @@ void Client::greet(const nlohmann::json& text) {
 
 void Client::send(const Frame& frame, const Blob& payload) {
   link_->send(frame, payload);
-  if (payload && (frame.kind == Kind::update || frame.kind == Kind::handover || frame.kind == Kind::initial)) counts_.messages_up += payload->size();
+  if (payload && (frame.kind == Kind::update || frame.kind == Kind::handover || frame.kind == Kind::initial))
+    counts_.messages_up += payload->size();
 }
 
 // Waits for one frame, then takes all that are there.
@@ -231,7 +244,8 @@ void Client::handle(const Frame& frame, const Blob& payload, std::span<float* co
         if ((*list)[p].is_number_unsigned()) sides_[p].durable = (*list)[p].get<uint64_t>();
     return forget_durable();
   }
-  if (frame.kind != Kind::weights || frame.part >= sides_.size()) throw LinkLost("the server says what a server does not say");
+  if (frame.kind != Kind::weights || frame.part >= sides_.size())
+    throw LinkLost("the server says what a server does not say");
   PartSide& side = sides_[frame.part];
   if (frame.sequence == side.asked_for) side.asked = false;
   side.version = frame.step;
@@ -291,9 +305,12 @@ void Client::encode_part(Entry& entry, size_t p, std::span<const float* const> u
   if (!std::isfinite(side.tally.squares)) throw Error(ErrorKind::usage, "an update is not finite", "updates");
   std::vector<std::byte> message(side.up_plan->message_bytes());
   const Residuals residuals{before, after, DType::f32};
-  side.up->encode(in, {.seed = options_.signature.seed, .step = sent.step, .stage = 0, .rank = slot_, .world = slot_ + 1}, message, &residuals);
+  side.up->encode(in,
+                  {.seed = options_.signature.seed, .step = sent.step, .stage = 0, .rank = slot_, .world = slot_ + 1},
+                  message, &residuals);
   for (const Piece& piece : cuts_[p].pieces)
-    std::copy_n(next_residuals_[piece.parameter].begin() + static_cast<std::ptrdiff_t>(piece.first), piece.count, residuals_[piece.parameter].begin() + static_cast<std::ptrdiff_t>(piece.first));
+    std::copy_n(next_residuals_[piece.parameter].begin() + static_cast<std::ptrdiff_t>(piece.first), piece.count,
+                residuals_[piece.parameter].begin() + static_cast<std::ptrdiff_t>(piece.first));
   side.tally.residual = residual_sum(p);
   sent.message = make_blob(std::move(message));
   sent.tally = side.tally;
@@ -318,7 +335,8 @@ void Client::forget_durable() {
   const auto over = [this](const Entry& entry) {
     for (size_t p = 0; p < weight_parts_; ++p) {
       const Sent& sent = entry.parts[p];
-      if (sent.state == State::open || (sent.state == State::applied && sent.settled_at > sides_[p].durable)) return false;
+      if (sent.state == State::open || (sent.state == State::applied && sent.settled_at > sides_[p].durable))
+        return false;
     }
     return true;
   };
@@ -449,10 +467,16 @@ void Client::pool(std::span<float* const> second) {
       const bool over = side.version > side.pooled_round;
       side.asked = true;
       side.asked_for = over ? 0 : sequence;
-      send({.kind = over ? Kind::pull : Kind::update, .part = static_cast<uint32_t>(p), .step = over ? side.version : side.pooled_round, .sequence = side.asked_for},
+      send({.kind = over ? Kind::pull : Kind::update,
+            .part = static_cast<uint32_t>(p),
+            .step = over ? side.version : side.pooled_round,
+            .sequence = side.asked_for},
            over ? nullptr : side.pooled);
     }
-    const auto missing = [&] { return std::any_of(sides_.begin() + static_cast<std::ptrdiff_t>(weight_parts_), sides_.end(), [](const PartSide& side) { return side.held == kNone; }); };
+    const auto missing = [&] {
+      return std::any_of(sides_.begin() + static_cast<std::ptrdiff_t>(weight_parts_), sides_.end(),
+                         [](const PartSide& side) { return side.held == kNone; });
+    };
     while (missing()) {
       for (size_t p = 0; p < weight_parts_; ++p) ask(p, 0, true);  // others may not come to this round without them
       listen(second, 1000ms);
@@ -467,7 +491,12 @@ void Client::pool_again() {
   for (size_t p = weight_parts_; p < cuts_.size(); ++p) {
     const PartSide& side = sides_[p];
     if (!side.pooled || side.version > side.pooled_round) continue;
-    send({.kind = Kind::update, .flags = kQuiet, .part = static_cast<uint32_t>(p), .step = side.pooled_round, .sequence = side.pooled_sequence}, side.pooled);
+    send({.kind = Kind::update,
+          .flags = kQuiet,
+          .part = static_cast<uint32_t>(p),
+          .step = side.pooled_round,
+          .sequence = side.pooled_sequence},
+         side.pooled);
   }
 }
 
@@ -515,9 +544,15 @@ bool Client::leave(double wait_s) {
         tally.residual = 0;
         sides_[p].asked = true;
         sides_[p].asked_for = sequence;
-        send({.kind = Kind::handover, .part = static_cast<uint32_t>(p), .step = sides_[p].version, .sequence = sequence, .tally = tally}, make_blob(std::move(message)));
+        send({.kind = Kind::handover,
+              .part = static_cast<uint32_t>(p),
+              .step = sides_[p].version,
+              .sequence = sequence,
+              .tally = tally},
+             make_blob(std::move(message)));
       }
-      while (std::any_of(sides_.begin(), sides_.end(), [](const PartSide& side) { return side.asked; })) listen(weights, 1000ms);
+      while (std::any_of(sides_.begin(), sides_.end(), [](const PartSide& side) { return side.asked; }))
+        listen(weights, 1000ms);
       send({.kind = Kind::goodbye}, nullptr);
       while (!gone_) listen(weights, 1000ms);
     });

@@ -28,14 +28,14 @@ namespace gradwire::server {
 struct ClientOptions {
   Signature signature;
   Dialer dial;
-  std::string name;          // for people
-  std::string id;            // empty: a random one
-  double patience_s = 600;   // how long to go on trying to reach the server
+  std::string name;         // for people
+  std::string id;           // empty: a random one
+  double patience_s = 600;  // how long to go on trying to reach the server
   int threads = 1;
 };
 
 struct ClientCounts {
-  uint64_t messages_up = 0, messages_down = 0;  // bytes of messages, replays included
+  uint64_t messages_up = 0, messages_down = 0;                                // bytes of messages, replays included
   uint64_t applied = 0, late = 0, corrupt = 0, replayed = 0, reconnects = 0;  // parts, except the last
 };
 
@@ -85,15 +85,15 @@ class Client {
   struct PartSide {
     std::unique_ptr<Plan> up_plan, down_plan, whole_plan;
     std::unique_ptr<Runner> up, down, whole;
-    uint64_t version = 0;     // the server's, as last heard
-    uint64_t at = kNone;      // of the weights that are here
-    uint64_t held = kNone;    // the same, as far as this server knows them
+    uint64_t version = 0;   // the server's, as last heard
+    uint64_t at = kNone;    // of the weights that are here
+    uint64_t held = kNone;  // the same, as far as this server knows them
     uint64_t durable = 0;
-    bool asked = false;       // a request is under way
-    uint64_t asked_for = 0;   // its sequence: answers to others are none to it
+    bool asked = false;      // a request is under way
+    uint64_t asked_for = 0;  // its sequence: answers to others are none to it
     Tally tally;
-    uint64_t round = 0;       // of a pool: the latest that was heard of, whatever a restarted server says
-    Blob pooled;              // what this worker gave to the round before
+    uint64_t round = 0;  // of a pool: the latest that was heard of, whatever a restarted server says
+    Blob pooled;         // what this worker gave to the round before
     uint64_t pooled_round = 0, pooled_sequence = 0;
   };
 

@@ -8,6 +8,8 @@ namespace gradwire::server {
 
 using Clock = std::chrono::steady_clock;
 
-inline double seconds_since(Clock::time_point then) { return std::chrono::duration<double>(Clock::now() - then).count(); }
+inline double seconds_since(Clock::time_point then) {
+  return std::chrono::duration<double>(Clock::now() - then).count();
+}
 
 }  // namespace gradwire::server

@@ -28,8 +28,8 @@ struct Address {
 Address parse_address(const std::string& text, const std::string& field);
 bool is_loopback(const std::string& host);
 std::string read_secret(const std::string& path, const std::string& field);  // a file, whole; Error{io, field}
-std::string read_pem(const std::string& path, const std::string& field);     // likewise; Error{usage, field} if it is none
-std::string read_token(const std::string& path);                            // "Bearer ...", or nothing without a path
+std::string read_pem(const std::string& path, const std::string& field);  // likewise; Error{usage, field} if it is none
+std::string read_token(const std::string& path);                          // "Bearer ...", or nothing without a path
 // Error{usage, "insecure"} for plain text beyond this machine that nobody asked for; Error{usage} for half a key pair.
 void check_security(const Security& security, const Address& address);
 

@@ -9,7 +9,7 @@
 
 #include "gradwire/error.h"
 #include "gradwire/message.h"
-#include "server/safetensors.h"
+#include "io/safetensors.h"
 
 namespace gradwire::server {
 namespace {
@@ -20,10 +20,13 @@ constexpr size_t kStrands = 4096;  // parts beyond share them
 
 std::string text_field(const nlohmann::json& text, const char* field, size_t least, size_t most) {
   const auto found = text.find(field);
-  if (found == text.end() || !found->is_string()) throw Error(ErrorKind::frame, fmt::format("bad hello: {} is not a text", field), field);
+  if (found == text.end() || !found->is_string())
+    throw Error(ErrorKind::frame, fmt::format("bad hello: {} is not a text", field), field);
   const std::string value = found->get<std::string>();
   if (value.size() < least || value.size() > most)
-    throw Error(ErrorKind::frame, fmt::format("bad hello: {} has {} bytes; allowed are {} to {}", field, value.size(), least, most), field);
+    throw Error(ErrorKind::frame,
+                fmt::format("bad hello: {} has {} bytes; allowed are {} to {}", field, value.size(), least, most),
+                field);
   return value;
 }
 
@@ -48,9 +51,13 @@ Hub::Model::Model(const Signature& given, uint64_t part_elements)
 
 size_t Hub::Model::weight_parts() const { return signature.pools ? cuts.size() / 2 : cuts.size(); }
 
-bool Hub::Model::whole() const { return std::all_of(ready.begin(), ready.end(), [](char one) { return one; }); }
+bool Hub::Model::whole() const {
+  return std::all_of(ready.begin(), ready.end(), [](char one) { return one; });
+}
 
-uint64_t Hub::Model::step() const { return *std::min_element(versions.begin(), versions.begin() + static_cast<std::ptrdiff_t>(weight_parts())); }
+uint64_t Hub::Model::step() const {
+  return *std::min_element(versions.begin(), versions.begin() + static_cast<std::ptrdiff_t>(weight_parts()));
+}
 
 Hub::Hub(HubOptions options) : options_(std::move(options)) {
   if (options_.threads <= 0) options_.threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
@@ -94,7 +101,8 @@ Hub::Member* Hub::member_of(const Session* session) {
 }
 
 uint32_t Hub::present() const {
-  return static_cast<uint32_t>(std::count_if(members_.begin(), members_.end(), [](const auto& one) { return one.second.session && !one.second.left; }));
+  return static_cast<uint32_t>(std::count_if(members_.begin(), members_.end(),
+                                             [](const auto& one) { return one.second.session && !one.second.left; }));
 }
 
 // The worker whose buffers are kept: of those present, the one that came first.
@@ -104,7 +112,8 @@ uint32_t Hub::keeper() const {
   return ~0u;
 }
 
-void Hub::received(const std::shared_ptr<Session>& session, const Frame& frame, Blob payload, std::function<void()> done) {
+void Hub::received(const std::shared_ptr<Session>& session, const Frame& frame, Blob payload,
+                   std::function<void()> done) {
   try {
     if (frame.kind == Kind::hello) {
       hello(session, read_text(*payload));
@@ -126,7 +135,8 @@ void Hub::received(const std::shared_ptr<Session>& session, const Frame& frame, 
         default:
           if (!model_) throw Error(ErrorKind::frame, "bad frame: there are no weights yet", "kind");
           if (frame.kind != Kind::buffers && frame.part >= model_->cuts.size())
-            throw Error(ErrorKind::frame, fmt::format("bad frame: part is {}; there are {}", frame.part, model_->cuts.size()), "part");
+            throw Error(ErrorKind::frame,
+                        fmt::format("bad frame: part is {}; there are {}", frame.part, model_->cuts.size()), "part");
           if ((frame.kind == Kind::update || frame.kind == Kind::handover) && frame.sequence == 0)
             throw Error(ErrorKind::frame, "bad frame: sequence is 0; updates are counted from 1", "sequence");
       }
@@ -187,7 +197,8 @@ void Hub::hello(const std::shared_ptr<Session>& session, const nlohmann::json& t
     if (one.id == id) member = &one;
   if (!member && present() >= options_.max_workers) {
     ++refused_["full"];
-    session->refuse(Refusal::full, fmt::format("the server is full: it takes {} workers (--max-workers)", options_.max_workers));
+    session->refuse(Refusal::full,
+                    fmt::format("the server is full: it takes {} workers (--max-workers)", options_.max_workers));
     return;
   }
   const bool returns = member != nullptr;
@@ -223,7 +234,11 @@ void Hub::hello(const std::shared_ptr<Session>& session, const nlohmann::json& t
   } else if (std::find(waiting_.begin(), waiting_.end(), member->slot) == waiting_.end()) {
     waiting_.push_back(member->slot);
   }
-  const nlohmann::json event = {{"worker", id.substr(0, 8)}, {"name", name}, {"slot", member->slot}, {"peer", session->peer()}, {"present", present()}};
+  const nlohmann::json event = {{"worker", id.substr(0, 8)},
+                                {"name", name},
+                                {"slot", member->slot},
+                                {"peer", session->peer()},
+                                {"present", present()}};
   lock.unlock();
   say(returns ? "back" : "joined", event);
   recheck();
@@ -241,9 +256,12 @@ void Hub::adopt(const Signature& signature) {
     std::vector<std::vector<float>> values;
     for (const Variable& one : signature.parameters) {
       const auto& all = file.tensors();
-      const auto found = std::find_if(all.begin(), all.end(), [&](const StoredTensor& t) { return t.name == one.name; });
-      if (found == all.end()) throw Error(ErrorKind::usage, fmt::format("{} has no tensor '{}'", options_.init, one.name), "init");
-      if (found->shape != one.shape) throw Error(ErrorKind::usage, fmt::format("'{}' has another shape in {}", one.name, options_.init), "init");
+      const auto found =
+          std::find_if(all.begin(), all.end(), [&](const StoredTensor& t) { return t.name == one.name; });
+      if (found == all.end())
+        throw Error(ErrorKind::usage, fmt::format("{} has no tensor '{}'", options_.init, one.name), "init");
+      if (found->shape != one.shape)
+        throw Error(ErrorKind::usage, fmt::format("'{}' has another shape in {}", one.name, options_.init), "init");
       values.push_back(file.read_f32(*found));
     }
     const std::vector<std::span<const float>> spans(values.begin(), values.end());
@@ -297,12 +315,15 @@ void Hub::welcome(Member& member, bool initial) {
 }
 
 // All of one worker's, or what a mixture of two begins with would be nobody's: when another is asked, it begins anew.
-void Hub::set_initial(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, const Blob& payload, std::function<void()> done) {
+void Hub::set_initial(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, const Blob& payload,
+                      std::function<void()> done) {
   std::shared_ptr<Model> model;
   {
     const Lock lock(mutex_);
-    if (!model_ || !initialiser_ || *initialiser_ != slot) throw Error(ErrorKind::frame, "bad frame: nobody asked for first weights", "kind");
-    if (frame.part >= model_->weight_parts()) throw Error(ErrorKind::frame, "bad frame: this part is not of weights", "part");
+    if (!model_ || !initialiser_ || *initialiser_ != slot)
+      throw Error(ErrorKind::frame, "bad frame: nobody asked for first weights", "kind");
+    if (frame.part >= model_->weight_parts())
+      throw Error(ErrorKind::frame, "bad frame: this part is not of weights", "part");
     model = model_;
   }
   post(frame.part, [this, model, session, slot, frame, payload, done = std::move(done)] {
@@ -347,8 +368,10 @@ void Hub::take_buffers(const Blob& payload) {
 }
 
 void Hub::take_report(Member& member, const nlohmann::json& text) {
-  if (const auto found = text.find("loss"); found != text.end() && found->is_number()) member.loss = found->get<double>();
-  if (const auto found = text.find("step"); found != text.end() && found->is_number_unsigned()) member.step = found->get<uint64_t>();
+  if (const auto found = text.find("loss"); found != text.end() && found->is_number())
+    member.loss = found->get<double>();
+  if (const auto found = text.find("step"); found != text.end() && found->is_number_unsigned())
+    member.step = found->get<uint64_t>();
 }
 
 // Everything it had to hand over came before it on the same connection.
@@ -371,7 +394,9 @@ void Hub::end_session(Member& member) {
 
 // Of those who went away for good, so that a server does not grow with all who were ever there.
 void Hub::forget_oldest() {
-  const auto oldest = std::find_if(members_.begin(), members_.end(), [](const auto& one) { return !one.second.session && (one.second.left || one.second.lost); });
+  const auto oldest = std::find_if(members_.begin(), members_.end(), [](const auto& one) {
+    return !one.second.session && (one.second.left || one.second.lost);
+  });
   if (oldest == members_.end()) return;
   const std::shared_ptr<Model> model = model_;
   for (uint32_t p = 0; p < model->cuts.size(); ++p)
@@ -401,7 +426,10 @@ void Hub::vanished(const Session* session) {
     welcome(members_.at(*initialiser_), true);
   }
   const bool left = member->left;
-  const nlohmann::json event = {{"worker", member->id.substr(0, 8)}, {"name", member->name}, {"present", present()}, {"after_s", static_cast<uint64_t>(seconds_since(member->joined))}};
+  const nlohmann::json event = {{"worker", member->id.substr(0, 8)},
+                                {"name", member->name},
+                                {"present", present()},
+                                {"after_s", static_cast<uint64_t>(seconds_since(member->joined))}};
   if (members_.size() > kMaxGone) forget_oldest();
   lock.unlock();
   if (!left) say("vanished", event);
@@ -462,7 +490,8 @@ void Hub::recheck() {
 bool Hub::finished() const {
   const Lock lock(mutex_);
   if (members_.empty()) return false;
-  return std::all_of(members_.begin(), members_.end(), [](const auto& one) { return one.second.left && !one.second.session; });
+  return std::all_of(members_.begin(), members_.end(),
+                     [](const auto& one) { return one.second.left && !one.second.session; });
 }
 
 void Hub::stop() {
@@ -475,7 +504,8 @@ void Hub::stop() {
       // One more copy, of everything that was acknowledged; then the writer has the time it needs.
       const uint64_t before = saved_ + save_failed_ + (copy_ || to_write_ ? 1 : 0);
       want_save();
-      save_wake_.wait_for(lock, std::chrono::seconds(60), [&] { return saved_ + save_failed_ > before && !copy_ && !to_write_ && !save_again_; });
+      save_wake_.wait_for(lock, std::chrono::seconds(60),
+                          [&] { return saved_ + save_failed_ > before && !copy_ && !to_write_ && !save_again_; });
     }
     stopping_ = true;
     for (const auto& [slot, member] : members_)

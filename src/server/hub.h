@@ -47,25 +47,25 @@ class Session {
   virtual void send(const Frame& frame, const Blob& payload) = 0;  // payload may be null
   virtual void refuse(Refusal why, const std::string& words) = 0;  // the last words
   virtual std::string peer() const = 0;
-  virtual uint64_t bytes_in() const = 0;   // payloads and heads
+  virtual uint64_t bytes_in() const = 0;  // payloads and heads
   virtual uint64_t bytes_out() const = 0;
 };
 
 struct HubOptions {
   uint32_t min_workers = 1, max_workers = 256;
   bool async = false;
-  uint64_t staleness = 4;       // async: updates that a worker may be ahead of the slowest
-  double deadline_s = 30;       // a step waits so long for those who are late
-  double rejoin_s = 300;        // a worker that vanished is given up for lost after
-  double return_s = 60;         // after a restart the server waits so long for the workers it knew
-  std::string checkpoint;       // file; empty: nothing is saved
-  uint64_t save_every = 50;     // steps
-  std::string init;             // a safetensors file with the first weights
+  uint64_t staleness = 4;    // async: updates that a worker may be ahead of the slowest
+  double deadline_s = 30;    // a step waits so long for those who are late
+  double rejoin_s = 300;     // a worker that vanished is given up for lost after
+  double return_s = 60;      // after a restart the server waits so long for the workers it knew
+  std::string checkpoint;    // file; empty: nothing is saved
+  uint64_t save_every = 50;  // steps
+  std::string init;          // a safetensors file with the first weights
   Limits limits;
-  int threads = 0;              // 0: as many as the machine has
+  int threads = 0;  // 0: as many as the machine has
   uint64_t part_elements = uint64_t{1} << 20;
-  std::function<void(const nlohmann::json&)> log;                // may be empty; called from many threads, one at a time
-  std::function<void(const char*)> save_hook;                    // tests
+  std::function<void(const nlohmann::json&)> log;  // may be empty; called from many threads, one at a time
+  std::function<void(const char*)> save_hook;      // tests
 };
 
 class Hub {
@@ -80,7 +80,7 @@ class Hub {
   void count_connection(int change) { connections_ += change; }
 
   nlohmann::json status() const;
-  void stop();  // saves, tells everybody
+  void stop();            // saves, tells everybody
   bool finished() const;  // there were workers, and all have left on purpose
 
  private:
@@ -89,8 +89,8 @@ class Hub {
     uint32_t slot = 0;
     std::shared_ptr<Session> session;  // null: away
     bool left = false, lost = false, awaited = false;
-    std::vector<char> lags;            // per part: steps do not wait for it
-    std::vector<uint64_t> clock;       // async, per part: updates
+    std::vector<char> lags;                             // per part: steps do not wait for it
+    std::vector<uint64_t> clock;                        // async, per part: updates
     Clock::time_point joined, here, last_update, away;  // here: since its last hello
     uint64_t updates = 0, late = 0, step = 0, staleness = 0, bytes_up = 0, bytes_down = 0;
     std::optional<double> loss;
@@ -141,7 +141,8 @@ class Hub {
   void hello(const std::shared_ptr<Session>& session, const nlohmann::json& text);
   void adopt(const Signature& signature);  // the first worker's; with the lock held, as all below that take a Member
   void welcome(Member& member, bool initial);
-  void set_initial(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, const Blob& payload, std::function<void()> done);
+  void set_initial(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, const Blob& payload,
+                   std::function<void()> done);
   void all_ready();
   void take_buffers(const Blob& payload);
   void take_report(Member& member, const nlohmann::json& text);
@@ -155,9 +156,12 @@ class Hub {
   void say(const char* event, nlohmann::json fields) const;
 
   // hub_steps.cc
-  void take_update(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, Blob payload, std::function<void()> done);
-  void take_pull(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, std::function<void()> done);
-  void take_handover(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, Blob payload, std::function<void()> done);
+  void take_update(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, Blob payload,
+                   std::function<void()> done);
+  void take_pull(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame,
+                 std::function<void()> done);
+  void take_handover(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, Blob payload,
+                     std::function<void()> done);
   void try_close(const std::shared_ptr<Model>& model, uint32_t part, bool overdue);
   void answer(const std::shared_ptr<Model>& model, uint32_t part, const Waiter& waiter);
   void answer_due(const std::shared_ptr<Model>& model, uint32_t part);
@@ -184,9 +188,9 @@ class Hub {
 
   mutable std::mutex mutex_;
   std::shared_ptr<Model> model_;
-  std::map<uint32_t, Member> members_;              // by slot
-  std::map<const Session*, uint32_t> slots_;        // of sessions
-  std::vector<uint32_t> waiting_;                   // members whose welcome waits for the first weights
+  std::map<uint32_t, Member> members_;        // by slot
+  std::map<const Session*, uint32_t> slots_;  // of sessions
+  std::vector<uint32_t> waiting_;             // members whose welcome waits for the first weights
   std::optional<uint32_t> initialiser_;
   uint32_t next_slot_ = 0;
   bool stopping_ = false;

@@ -70,14 +70,18 @@ ServerState Hub::state_of(const Model& model, const Copy& copy) const {
       std::copy_n(from, piece.count, values[piece.parameter].begin() + static_cast<std::ptrdiff_t>(piece.first));
       from += static_cast<std::ptrdiff_t>(piece.count);
     }
-    if (!part.owed.empty()) state.others.push_back({part_name("owed", p), {static_cast<int64_t>(part.owed.size())}, part.owed});
+    if (!part.owed.empty())
+      state.others.push_back({part_name("owed", p), {static_cast<int64_t>(part.owed.size())}, part.owed});
   }
-  for (size_t i = 0; i < values.size(); ++i) state.weights.push_back({model.signature.parameters[i].name, model.signature.parameters[i].shape, std::move(values[i])});
+  for (size_t i = 0; i < values.size(); ++i)
+    state.weights.push_back(
+        {model.signature.parameters[i].name, model.signature.parameters[i].shape, std::move(values[i])});
 
   const Lock lock(mutex_);
   if (model.buffers) {
     std::vector<void*> out;
-    for (const Variable& one : model.signature.buffers) state.buffers.push_back({one.name, one.shape, std::vector<float>(one.count())});
+    for (const Variable& one : model.signature.buffers)
+      state.buffers.push_back({one.name, one.shape, std::vector<float>(one.count())});
     for (ServerState::Array& one : state.buffers) out.push_back(one.values.data());
     model.buffer_runner->decode(*model.buffers, out);
   }
@@ -93,7 +97,11 @@ ServerState Hub::state_of(const Model& model, const Copy& copy) const {
       row.residual.push_back(own.tally.residual);
       squares.push_back(own.tally.squares);
     }
-    row.extra = {{"slot", slot}, {"lost", member.lost}, {"updates", member.updates}, {"late", member.late}, {"squares", squares}};
+    row.extra = {{"slot", slot},
+                 {"lost", member.lost},
+                 {"updates", member.updates},
+                 {"late", member.late},
+                 {"squares", squares}};
     state.workers.push_back(std::move(row));
   }
   nlohmann::json forgotten = nlohmann::json::array();
@@ -105,8 +113,10 @@ ServerState Hub::state_of(const Model& model, const Copy& copy) const {
   }
   nlohmann::json losses = nlohmann::json::array();
   for (const auto& [step, loss] : losses_) losses.push_back({step, loss});
-  state.extra = {{"parts", parts},       {"part_elements", options_.part_elements}, {"async", options_.async}, {"next_slot", next_slot_}, {"bytes_up", bytes_up_},
-                 {"bytes_down", bytes_down_}, {"losses", losses},           {"forgotten", forgotten}};
+  state.extra = {{"parts", parts},          {"part_elements", options_.part_elements},
+                 {"async", options_.async}, {"next_slot", next_slot_},
+                 {"bytes_up", bytes_up_},   {"bytes_down", bytes_down_},
+                 {"losses", losses},        {"forgotten", forgotten}};
   return state;
 }
 
@@ -176,7 +186,10 @@ void Hub::load() {
     const Signature signature = Signature::parse(found->signature);
     options_.part_elements = found->extra.at("part_elements").get<uint64_t>();
     if (found->extra.at("async").get<bool>() != options_.async)
-      throw Error(ErrorKind::usage, fmt::format("{} was saved in mode {}; this server is told otherwise", options_.checkpoint, options_.async ? "sync" : "async"), "mode");
+      throw Error(ErrorKind::usage,
+                  fmt::format("{} was saved in mode {}; this server is told otherwise", options_.checkpoint,
+                              options_.async ? "sync" : "async"),
+                  "mode");
     auto model = std::make_shared<Model>(signature, options_.part_elements);
     const nlohmann::json& parts = found->extra.at("parts");
     std::vector<PartState> states(model->cuts.size());
@@ -193,7 +206,8 @@ void Hub::load() {
       member.lags.resize(model->cuts.size());
       member.clock.resize(model->cuts.size());
       member.joined = member.last_update = member.away = Clock::now();
-      if (row.sequence.size() != states.size() || member.slot >= uint32_t{1} << 31) throw Error(ErrorKind::frame, "bad state: a worker's row does not fit", "workers");
+      if (row.sequence.size() != states.size() || member.slot >= uint32_t{1} << 31)
+        throw Error(ErrorKind::frame, "bad state: a worker's row does not fit", "workers");
       for (size_t p = 0; p < states.size(); ++p) {
         if (row.sequence[p] == 0) continue;
         const Tally tally{row.computed[p], row.extra.at("squares").at(p).get<double>(), row.residual[p]};
@@ -205,14 +219,17 @@ void Hub::load() {
     std::vector<std::span<const float>> values;
     for (const Variable& one : signature.parameters) {
       values.push_back(find_array(found->weights, one.name).values);
-      if (values.back().size() != one.count()) throw Error(ErrorKind::frame, fmt::format("bad state: '{}' has another size than its signature says", one.name), one.name);
+      if (values.back().size() != one.count())
+        throw Error(ErrorKind::frame, fmt::format("bad state: '{}' has another size than its signature says", one.name),
+                    one.name);
     }
     for (size_t p = 0; p < states.size(); ++p) {
       PartState& state = states[p];
       state.version = parts.at(p).at("version").get<uint64_t>();
       state.applied = parts.at(p).at("applied").get<double>();
       const nlohmann::json& forgotten = found->extra.at("forgotten").at(p);
-      state.rows[kForgotten].tally = {forgotten.at(0).get<double>(), forgotten.at(1).get<double>(), forgotten.at(2).get<double>()};
+      state.rows[kForgotten].tally = {forgotten.at(0).get<double>(), forgotten.at(1).get<double>(),
+                                      forgotten.at(2).get<double>()};
       if (model->cuts[p].role == Role::weights) model->tallies[p][kForgotten] = state.rows[kForgotten].tally;
       if (model->cuts[p].role == Role::pool) {
         state.weights = find_array(found->others, part_name("pool", p)).values;
@@ -231,7 +248,8 @@ void Hub::load() {
       std::vector<const void*> in;
       for (const Variable& one : signature.buffers) {
         in.push_back(find_array(found->buffers, one.name).values.data());
-        if (find_array(found->buffers, one.name).values.size() != one.count()) throw Error(ErrorKind::frame, fmt::format("bad state: buffer '{}' has another size", one.name), one.name);
+        if (find_array(found->buffers, one.name).values.size() != one.count())
+          throw Error(ErrorKind::frame, fmt::format("bad state: buffer '{}' has another size", one.name), one.name);
       }
       model->buffer_runner->encode(in, {}, message);
       model->buffers = make_blob(std::move(message));
@@ -239,7 +257,8 @@ void Hub::load() {
     next_slot_ = found->extra.at("next_slot").get<uint32_t>();
     bytes_up_ = found->extra.at("bytes_up").get<uint64_t>();
     bytes_down_ = found->extra.at("bytes_down").get<uint64_t>();
-    for (const nlohmann::json& one : found->extra.at("losses")) losses_.emplace_back(one.at(0).get<uint64_t>(), one.at(1).get<double>());
+    for (const nlohmann::json& one : found->extra.at("losses"))
+      losses_.emplace_back(one.at(0).get<uint64_t>(), one.at(1).get<double>());
     model_ = std::move(model);
     step_ = model_->step();
     say("restored", {{"step", found->step}, {"workers", members_.size()}});

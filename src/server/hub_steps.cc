@@ -24,7 +24,8 @@ bool Hub::refuse_unready(const Model& model, uint32_t part, Session& session) {
   return true;
 }
 
-void Hub::take_update(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, Blob payload, std::function<void()> done) {
+void Hub::take_update(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, Blob payload,
+                      std::function<void()> done) {
   std::shared_ptr<Model> model;
   {
     const Lock lock(mutex_);
@@ -43,7 +44,9 @@ void Hub::take_update(const std::shared_ptr<Session>& session, uint32_t slot, co
       if (waiter.verdict == Verdict::none) {
         waiter.version = part.version() + 1;
         // A pool's round may have moved on, with what was offered for it.
-        std::erase_if(desk.waiters, [&](const Waiter& other) { return other.request.kind == Kind::update && !part.offered(other.slot); });
+        std::erase_if(desk.waiters, [&](const Waiter& other) {
+          return other.request.kind == Kind::update && !part.offered(other.slot);
+        });
         for (Waiter& other : desk.waiters)
           if (other.request.kind == Kind::update) other.version = part.version() + 1;
         wait(*model, frame.part, waiter);
@@ -62,7 +65,9 @@ void Hub::take_update(const std::shared_ptr<Session>& session, uint32_t slot, co
         workers = std::max(1u, present());
         allowed = workers * (2 * options_.staleness + 1);
       }
-      waiter.verdict = part.knows(slot, frame.sequence) ? Verdict::again : staleness > allowed ? Verdict::late : part.apply(slot, frame, payload, workers);
+      waiter.verdict = part.knows(slot, frame.sequence) ? Verdict::again
+                       : staleness > allowed            ? Verdict::late
+                                                        : part.apply(slot, frame, payload, workers);
       if (waiter.verdict == Verdict::applied) note_part(model, frame.part);
       const Lock lock(mutex_);
       if (auto member = members_.find(slot); member != members_.end()) take_clock(member->second, frame.part);
@@ -75,7 +80,8 @@ void Hub::take_update(const std::shared_ptr<Session>& session, uint32_t slot, co
   });
 }
 
-void Hub::take_pull(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, std::function<void()> done) {
+void Hub::take_pull(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame,
+                    std::function<void()> done) {
   std::shared_ptr<Model> model;
   {
     const Lock lock(mutex_);
@@ -116,7 +122,8 @@ void Hub::wait(Model& model, uint32_t part, const Waiter& waiter) {
   model.open[part] = 1;
 }
 
-void Hub::take_handover(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, Blob payload, std::function<void()> done) {
+void Hub::take_handover(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, Blob payload,
+                        std::function<void()> done) {
   std::shared_ptr<Model> model;
   uint32_t workers;
   {
@@ -125,13 +132,15 @@ void Hub::take_handover(const std::shared_ptr<Session>& session, uint32_t slot, 
     if (!model) return done();
     workers = present();
     bytes_up_ += payload->size();
-    if (auto member = members_.find(slot); member != members_.end()) member->second.lags[frame.part] = 1;  // nothing more will come
+    if (auto member = members_.find(slot); member != members_.end())
+      member->second.lags[frame.part] = 1;  // nothing more will come
   }
   post(frame.part, [this, model, session, slot, frame, workers, payload = std::move(payload), done = std::move(done)] {
     Desk& desk = model->desks[frame.part];
     if (refuse_unready(*model, frame.part, *session)) return done();
     Frame reply{.kind = Kind::weights, .part = frame.part, .step = desk.part->version(), .sequence = frame.sequence};
-    reply.verdict = desk.part->role() == Role::weights ? desk.part->take_over(slot, frame, payload, workers) : Verdict::corrupt;
+    reply.verdict =
+        desk.part->role() == Role::weights ? desk.part->take_over(slot, frame, payload, workers) : Verdict::corrupt;
     note_part(model, frame.part);
     reply.held = options_.checkpoint.empty() ? desk.part->version() : 0;
     done();
@@ -154,18 +163,22 @@ void Hub::try_close(const std::shared_ptr<Model>& model, uint32_t index, bool ov
   if (options_.async || (part.offers() == 0 && desk.waiters.empty())) return;
   {
     const Lock lock(mutex_);
-    if (model != model_ || stopping_ || draining_ || present() < options_.min_workers || disk_holds_us_up(*model, index)) return;
+    if (model != model_ || stopping_ || draining_ || present() < options_.min_workers ||
+        disk_holds_us_up(*model, index))
+      return;
     std::vector<uint32_t> missing;
     if (part.offers() == 0) {
       // Nobody has anything for this step, and everybody wants a later one: after a restart the only worker that had may
       // be dead.
       for (const auto& [slot, member] : members_) {
-        const bool waits = std::any_of(desk.waiters.begin(), desk.waiters.end(), [own = slot](const Waiter& one) { return one.slot == own; });
+        const bool waits = std::any_of(desk.waiters.begin(), desk.waiters.end(),
+                                       [own = slot](const Waiter& one) { return one.slot == own; });
         if (member.awaited || (member.session && !member.left && !waits && !overdue)) return;
       }
     }
     for (const auto& [slot, member] : members_)
-      if (((member.session && !member.left) || member.awaited) && !member.lags[index] && !part.offered(slot)) missing.push_back(slot);
+      if (((member.session && !member.left) || member.awaited) && !member.lags[index] && !part.offered(slot))
+        missing.push_back(slot);
     if (!missing.empty() && !overdue) return;
     for (uint32_t slot : missing) {
       const Member& member = members_.at(slot);
@@ -176,7 +189,8 @@ void Hub::try_close(const std::shared_ptr<Model>& model, uint32_t index, bool ov
       Member& member = members_.at(slot);
       member.lags[index] = 1;
       for (size_t p = model->weight_parts(); p < model->cuts.size(); ++p) member.lags[p] = 1;
-      say("late", {{"worker", member.id.substr(0, 8)}, {"name", member.name}, {"step", part.version()}, {"part", index}});
+      say("late",
+          {{"worker", member.id.substr(0, 8)}, {"name", member.name}, {"step", part.version()}, {"part", index}});
     }
   }
   const Part::Closed closed = part.close();
@@ -211,7 +225,8 @@ void Hub::note_part(const std::shared_ptr<Model>& model, uint32_t index) {
   step_ = step;
   const Clock::time_point now = Clock::now();
   pace_.emplace_back(now, step);
-  while (pace_.size() > 2 && std::chrono::duration<double>(now - pace_.front().first).count() > kWarmSteps) pace_.pop_front();
+  while (pace_.size() > 2 && std::chrono::duration<double>(now - pace_.front().first).count() > kWarmSteps)
+    pace_.pop_front();
   double sum = 0;
   int count = 0;
   for (const auto& [slot, member] : members_)
@@ -253,7 +268,8 @@ void Hub::take_clock(Member& member, uint32_t part) {
   if (!std::exchange(member.lags[part], 0)) return;
   uint64_t least = kNone;
   for (const auto& [slot, other] : members_)
-    if (other.session && !other.left && slot != member.slot && !other.lags[part]) least = std::min(least, other.clock[part]);
+    if (other.session && !other.left && slot != member.slot && !other.lags[part])
+      least = std::min(least, other.clock[part]);
   if (least != kNone) member.clock[part] = std::max(member.clock[part], least);
 }
 
@@ -278,7 +294,9 @@ void Hub::answer_due(const std::shared_ptr<Model>& model, uint32_t index) {
         if (seconds_since(waiter.since) > options_.deadline_s) {
           // Whoever holds others up for so long is not waited for until it is heard of again.
           for (auto& [slot, member] : members_)
-            if (member.session && slot != waiter.slot && member.clock[index] + options_.staleness < members_.at(waiter.slot).clock[index]) member.lags[index] = 1;
+            if (member.session && slot != waiter.slot &&
+                member.clock[index] + options_.staleness < members_.at(waiter.slot).clock[index])
+              member.lags[index] = 1;
         }
       }
       if (ready) due.push_back(waiter);

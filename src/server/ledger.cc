@@ -30,8 +30,10 @@ double signed_sum(std::span<const float> values, uint64_t name_hash, uint64_t fi
     // Eight running sums: vectors can hold them, and the result does not depend on whether they do.
     double sums[8] = {};
     for (size_t i = 0; i < whole; i += 8)
-      for (size_t lane = 0; lane < 8; ++lane) sums[lane] += static_cast<double>(bits_float(float_bits(x[i + lane]) ^ signs.bit[i + lane]));
-    for (size_t i = whole; i < count; ++i) sums[i - whole] += static_cast<double>(bits_float(float_bits(x[i]) ^ signs.bit[i]));
+      for (size_t lane = 0; lane < 8; ++lane)
+        sums[lane] += static_cast<double>(bits_float(float_bits(x[i + lane]) ^ signs.bit[i + lane]));
+    for (size_t i = whole; i < count; ++i)
+      sums[i - whole] += static_cast<double>(bits_float(float_bits(x[i]) ^ signs.bit[i]));
     const double row = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
     sum += mix64(name_hash ^ mix64((first + begin) / kRow)) >> 63 ? -row : row;
   }

@@ -175,7 +175,8 @@ Part::Closed Part::close() {
     sum = offers_.empty() ? 0 : signed_sum_of(sum_);
   }
   result.contributors = contributors_ = static_cast<uint32_t>(offers_.size());
-  if (!offers_.empty() && (!std::isfinite(sum) || !take_off(contributors_))) {  // finite each, but not together: nothing of it can count
+  if (!offers_.empty() &&
+      (!std::isfinite(sum) || !take_off(contributors_))) {  // finite each, but not together: nothing of it can count
     for (const auto& [slot, offer] : offers_) result.verdicts.emplace_back(slot, Verdict::corrupt);
     result.contributors = contributors_ = 0;
     offers_.clear();

@@ -52,7 +52,7 @@ class Part {
   // What was offered goes along, except what somebody sent again for a round that is over now.
   Verdict offer(uint32_t slot, const Frame& frame, Blob message);
   bool knows(uint32_t slot, uint64_t sequence) const;  // this update, or a later one, was applied
-  void forget(uint32_t slot);                           // its row goes into that of all who were forgotten
+  void forget(uint32_t slot);                          // its row goes into that of all who were forgotten
   bool offered(uint32_t slot) const { return offers_.contains(slot); }
   size_t offers() const { return offers_.size(); }
 

@@ -18,7 +18,8 @@ constexpr uint64_t kMaxUncut = 15'000'000;  // elements; by fp32 that is just be
 // A codec whose unit is the whole tensor cannot be cut.
 bool uncut(const Variable& one, const Rules& up, const Rules& down) {
   const int dimensions = static_cast<int>(one.shape.size());
-  return up.codec_for(one.name, dimensions, one.count()).traits().unit == 0 || down.codec_for(one.name, dimensions, one.count()).traits().unit == 0;
+  return up.codec_for(one.name, dimensions, one.count()).traits().unit == 0 ||
+         down.codec_for(one.name, dimensions, one.count()).traits().unit == 0;
 }
 
 [[noreturn]] void refuse(const std::string& words) {
@@ -52,7 +53,8 @@ std::vector<Variable> variables_of(const nlohmann::json& text, const char* field
       if (!size.is_number_unsigned() || size.get<uint64_t>() > uint64_t{1} << 40)
         refuse(fmt::format("'{}': a size is {}; allowed is 0 to 2^40", one.name, size.dump()));
       const uint64_t length = size.get<uint64_t>();
-      if (length > 0 && count > (uint64_t{1} << 40) / length) refuse(fmt::format("'{}' has more than 2^40 elements", one.name));
+      if (length > 0 && count > (uint64_t{1} << 40) / length)
+        refuse(fmt::format("'{}' has more than 2^40 elements", one.name));
       count *= length;
       one.shape.push_back(size.get<int64_t>());
     }
@@ -179,11 +181,14 @@ void check_limits(const Signature& signature, const Limits& limits) {
   for (const Variable& one : signature.parameters)
     if (uncut(one, up, down) && one.count() > kMaxUncut)
       throw Error(ErrorKind::usage,
-                  fmt::format("'{}' has {} elements, and a codec that works on whole tensors; with one, at most {} go", one.name, one.count(), kMaxUncut), "elements");
+                  fmt::format("'{}' has {} elements, and a codec that works on whole tensors; with one, at most {} go",
+                              one.name, one.count(), kMaxUncut),
+                  "elements");
   uint64_t buffers = 0;
   for (const Variable& one : signature.buffers) buffers += one.count();
   if (buffers > kMaxUncut)
-    throw Error(ErrorKind::usage, fmt::format("the buffers have {} elements; at most {} go", buffers, kMaxUncut), "elements");
+    throw Error(ErrorKind::usage, fmt::format("the buffers have {} elements; at most {} go", buffers, kMaxUncut),
+                "elements");
 }
 
 std::vector<Cut> cut_parts(const Signature& signature, uint64_t part_elements) {
@@ -219,12 +224,13 @@ std::vector<TensorSpec> specs_of(const Signature& signature, const Cut& cut, Way
   std::vector<TensorSpec> specs;
   for (const Piece& piece : cut.pieces) {
     const Variable& one = signature.parameters[piece.parameter];
-    specs.push_back(
-        {.name = one.name,
-         .count = piece.count,
-         .dtype = DType::f32,
-         .codec = way == Way::whole ? Codec() : rules.codec_for(one.name, static_cast<int>(one.shape.size()), one.count()),
-         .first = piece.first});
+    specs.push_back({.name = one.name,
+                     .count = piece.count,
+                     .dtype = DType::f32,
+                     .codec = way == Way::whole
+                                  ? Codec()
+                                  : rules.codec_for(one.name, static_cast<int>(one.shape.size()), one.count()),
+                     .first = piece.first});
   }
   return specs;
 }

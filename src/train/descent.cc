@@ -114,9 +114,12 @@ std::unique_ptr<Descent> make_descent(const DescentParts& parts) {
   if (parts.settings.optimizer != "qadam") return std::make_unique<GradientDescent>(parts);
   if (parts.server) {
 #ifdef GRADWIRE_HAS_GRPC
-    return make_qadam_descent(parts, std::make_unique<ServerUpdates>(parts.settings, *parts.server, variables_of(parts.parameters), variables_of(parts.buffers)));
+    return make_qadam_descent(
+        parts, std::make_unique<ServerUpdates>(parts.settings, *parts.server, variables_of(parts.parameters),
+                                               variables_of(parts.buffers)));
 #else
-    throw Error(ErrorKind::unsupported, "--server needs gRPC, which this build did not find: install libgrpc++-dev and build again", "server");
+    throw Error(ErrorKind::unsupported,
+                "--server needs gRPC, which this build did not find: install libgrpc++-dev and build again", "server");
 #endif
   }
   std::vector<NamedTensor> tensors;

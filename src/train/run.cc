@@ -81,7 +81,9 @@ nlohmann::json run(const Job& job, Engine* engine) {
     throw Error(ErrorKind::usage,
                 fmt::format("workers is {}; {} processes were started", settings.workers, engine->size()), "workers");
   // Workers in other processes have the machine to themselves as far as one can know: one thread each unless told.
-  const int threads = settings.threads > 0 ? settings.threads : engine || job.places.server ? 1 : std::max(1, cores() / settings.workers);
+  const int threads = settings.threads > 0          ? settings.threads
+                      : engine || job.places.server ? 1
+                                                    : std::max(1, cores() / settings.workers);
 
   nlohmann::json record;
   const auto work = [&](Engine& own) {

@@ -4,14 +4,15 @@
 #include <cmath>
 
 #include "gradwire/error.h"
-#include "server/dial.h"
+#include "server/rpc/dial.h"
 
 namespace gradwire::train {
 namespace {
 
 constexpr double kLeaveSeconds = 60;
 
-server::Signature signature_of(const Settings& settings, std::vector<server::Variable> parameters, std::vector<server::Variable> buffers) {
+server::Signature signature_of(const Settings& settings, std::vector<server::Variable> parameters,
+                               std::vector<server::Variable> buffers) {
   server::Signature signature;
   signature.parameters = std::move(parameters);
   signature.buffers = std::move(buffers);
@@ -26,7 +27,8 @@ server::Signature signature_of(const Settings& settings, std::vector<server::Var
 
 }  // namespace
 
-ServerUpdates::ServerUpdates(const Settings& settings, const ServerPlace& place, std::vector<server::Variable> parameters, std::vector<server::Variable> buffers)
+ServerUpdates::ServerUpdates(const Settings& settings, const ServerPlace& place,
+                             std::vector<server::Variable> parameters, std::vector<server::Variable> buffers)
     : client_({.signature = signature_of(settings, std::move(parameters), std::move(buffers)),
                .dial = server::make_dialer({place.address, place.security}),
                .name = place.name,
@@ -42,7 +44,8 @@ void ServerUpdates::tell(uint64_t step, const Report& report) {
   client_.report(text);
 }
 
-Taken ServerUpdates::exchange(uint64_t step, std::span<const float* const> updates, std::span<float* const> weights, const Report& report) {
+Taken ServerUpdates::exchange(uint64_t step, std::span<const float* const> updates, std::span<float* const> weights,
+                              const Report& report) {
   tell(step, report);
   // A worker that has just come may watch for some steps, while its moments get warm.
   if (taken_++ < warm_steps_) return {.next = client_.skip(weights), .applied = true};
@@ -57,7 +60,8 @@ Taken ServerUpdates::skip(uint64_t step, std::span<float* const> weights, const 
 void ServerUpdates::pool(uint64_t, std::span<float* const> second) { client_.pool(second); }
 
 void ServerUpdates::save(const std::string&) const {
-  throw Error(ErrorKind::usage, "with a server, checkpoints are the server's (gradwire serve --checkpoint)", "checkpoint");
+  throw Error(ErrorKind::usage, "with a server, checkpoints are the server's (gradwire serve --checkpoint)",
+              "checkpoint");
 }
 void ServerUpdates::load(const std::string& path) { save(path); }
 

@@ -14,10 +14,12 @@ namespace gradwire::train {
 
 class ServerUpdates final : public Updates {
  public:
-  ServerUpdates(const Settings& settings, const ServerPlace& place, std::vector<server::Variable> parameters, std::vector<server::Variable> buffers);
+  ServerUpdates(const Settings& settings, const ServerPlace& place, std::vector<server::Variable> parameters,
+                std::vector<server::Variable> buffers);
 
   uint64_t begin(std::span<float* const> weights) override;
-  Taken exchange(uint64_t step, std::span<const float* const> updates, std::span<float* const> weights, const Report& report) override;
+  Taken exchange(uint64_t step, std::span<const float* const> updates, std::span<float* const> weights,
+                 const Report& report) override;
   Taken skip(uint64_t step, std::span<float* const> weights, const Report& report) override;
   void pool(uint64_t step, std::span<float* const> second) override;
 

@@ -84,20 +84,20 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Settings, task, model, length, vocabulary, wo
 struct ServerPlace {
   std::string address;  // HOST:PORT
   server::Security security;
-  std::string name;          // of this worker, for people
-  double patience_s = 600;   // how long a server that does not answer is tried
-  uint64_t warm_steps = 0;   // that this worker only watches at first
+  std::string name;         // of this worker, for people
+  double patience_s = 600;  // how long a server that does not answer is tried
+  uint64_t warm_steps = 0;  // that this worker only watches at first
 };
 
 struct Places {
-  std::string data;          // directory of the data set
-  std::string checkpoint;    // directory; empty: nothing is saved
-  bool resume = false;       // go on from the newest checkpoint there
-  uint64_t save_every = 0;   // steps; 0: after each epoch
-  std::string export_to;     // weights for Python's torch.load, at the end
-  uint64_t meter_every = 0;  // steps between measurements of the layers' errors; 0: at the end of each epoch
-  bool check = false;        // compare a hash of the weights of all workers at every step
-  double timeout = 600;      // seconds until a silent worker is given up
+  std::string data;                   // directory of the data set
+  std::string checkpoint;             // directory; empty: nothing is saved
+  bool resume = false;                // go on from the newest checkpoint there
+  uint64_t save_every = 0;            // steps; 0: after each epoch
+  std::string export_to;              // weights for Python's torch.load, at the end
+  uint64_t meter_every = 0;           // steps between measurements of the layers' errors; 0: at the end of each epoch
+  bool check = false;                 // compare a hash of the weights of all workers at every step
+  double timeout = 600;               // seconds until a silent worker is given up
   std::optional<ServerPlace> server;  // instead of an engine
 };
 

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+// `gradwire bench codec`: how fast a codec encodes, encodes with error feedback and decodes, next to a plain copy of
+// the same tensor. The result is verified first; then every round times copy, encode, copy, feedback, copy, decode, so
+// that each is compared with a copy made moments before, and medians over rounds are reported.
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <cmath>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "bench/resnet50.h"
+#include "bench/subject.h"
+#include "bench/synthetic.h"
+#include "cli/command.h"
+#include "cli/console.h"
+#include "cli/options.h"
+#include "gradwire/learn.h"
+
+namespace gradwire::app {
+namespace {
+
+struct CodecBenchOptions {
+  std::vector<std::string> codecs = {"all"};
+  uint64_t elements = 16777216;
+  std::string dtype = "f32", residual = "f32", list;
+  int pairs = 15;
+  BedOptions bed;
+  bool json = false;
+};
+
+// One operation, and what its rounds found relative to the copy (and to the single tensor) next to it.
+struct Timed {
+  std::vector<double> seconds, of_copy, of_single;
+};
+
+struct Result {
+  double bits_per_element, relative_error;
+  double copy_seconds;
+  Timed encode, feedback, decode;
+  uint64_t tensor_bytes, residual_bytes, frame_bytes;
+};
+
+// Small tensors are repeated within one reading of the clock.
+uint64_t repeats(uint64_t elements) { return std::clamp<uint64_t>((uint64_t{1} << 20) / elements, 1, 64); }
+
+Result measure(Bed& bed, const std::string& spec, const CodecBenchOptions& options,
+               const std::vector<NamedTensor>& tensors, std::span<const float> values, Progress& progress) {
+  // A codec that learns is timed with what it would have learned.
+  const Codec codec = fit(Codec::parse(spec), values.data(), std::min<uint64_t>(values.size(), 1 << 20), DType::f32);
+  const SubjectOptions subject_options{codec, parse_dtype(options.dtype), parse_dtype(options.residual)};
+  progress.show(spec + ": verifying against the scalar reference");
+  verify_against_reference(bed, subject_options, values);
+
+  const uint64_t elements = values.size();
+  const size_t sets = std::clamp<size_t>((4 * bed.cache_bytes() + 4 * elements - 1) / (4 * elements), 1, 16);
+  Subject subject(bed, tensors, subject_options, values, sets);
+  std::optional<Subject> single;
+  if (!options.list.empty())
+    single.emplace(bed, std::vector<NamedTensor>{{"single", elements, DType::f32, 2}}, subject_options, values, sets);
+
+  Result result{};
+  result.tensor_bytes = subject.tensor_bytes();
+  result.residual_bytes = subject.residual_bytes();
+  result.frame_bytes = subject.frame_bytes();
+  result.bits_per_element = 8.0 * static_cast<double>(result.frame_bytes) / static_cast<double>(elements);
+  subject.encode(0);
+  subject.decode(0);
+  subject.wait();
+  result.relative_error = relative_error(subject.input(), subject.decoded());
+  if (!std::isfinite(result.relative_error) || (subject_options.codec.traits().lossless && result.relative_error != 0))
+    throw std::runtime_error(fmt::format("verification failed: {}: relative error {}", spec, result.relative_error));
+
+  std::vector<double> copies;
+  const uint64_t count = repeats(elements);
+  uint64_t turn = 0;
+  const auto time = [&](Subject& what, void (Subject::*work)(uint64_t)) {
+    const uint64_t first = turn;
+    turn += count;
+    const double seconds = bed.time([&] {
+      for (uint64_t i = first; i < first + count; ++i) (what.*work)(i);
+    });
+    what.wait();
+    return seconds / static_cast<double>(count);
+  };
+  const auto pair = [&](Timed& timed, void (Subject::*work)(uint64_t)) {
+    const double copy = time(subject, &Subject::copy);
+    const double own = time(subject, work);
+    copies.push_back(copy);
+    timed.seconds.push_back(own);
+    timed.of_copy.push_back(copy / own);
+    if (single) timed.of_single.push_back(time(*single, work) / own);
+  };
+  for (int round = -1; round < options.pairs; ++round) {
+    if (round == 0) {  // the first round only warmed up
+      copies.clear();
+      result.encode = result.feedback = result.decode = {};
+    }
+    progress.show(fmt::format("{}: round {} of {}", spec, round + 1, options.pairs));
+    pair(result.encode, &Subject::encode);
+    pair(result.feedback, &Subject::feedback);
+    pair(result.decode, &Subject::decode);
+  }
+  result.copy_seconds = median(copies);
+  return result;
+}
+
+// The time in which a copy would move `bytes` (read or written), over the time taken.
+double limit_fraction(const Result& result, const Timed& timed, uint64_t bytes) {
+  return median(timed.of_copy) * static_cast<double>(bytes) / (2.0 * static_cast<double>(result.tensor_bytes));
+}
+
+nlohmann::ordered_json to_json(const std::string& spec, const CodecBenchOptions& options, uint64_t elements,
+                               const Result& result) {
+  const double fp32_bytes = 4.0 * static_cast<double>(elements);
+  const auto rate = [&](const Timed& timed) { return fp32_bytes / median(timed.seconds) * 1e-9; };
+  const uint64_t one_way = result.tensor_bytes + result.frame_bytes;
+  nlohmann::ordered_json row = {
+      {"codec", spec},
+      {"device", options.bed.device},
+      {"threads", options.bed.device == "cpu" ? options.bed.threads : 0},
+      {"dtype", options.dtype},
+      {"elements", elements},
+      {"bits_per_element", result.bits_per_element},
+      {"relative_error", result.relative_error},
+      {"encode_GBps", rate(result.encode)},
+      {"feedback_encode_GBps", rate(result.feedback)},
+      {"decode_GBps", rate(result.decode)},
+      {"copy_GBps", 2.0 * static_cast<double>(result.tensor_bytes) / result.copy_seconds * 1e-9},
+      {"limit_fraction_encode", limit_fraction(result, result.encode, one_way)},
+      {"limit_fraction_feedback", limit_fraction(result, result.feedback, one_way + 2 * result.residual_bytes)},
+      {"limit_fraction_decode", limit_fraction(result, result.decode, one_way)},
+      {"encode_of_copy", median(result.encode.of_copy)},
+      {"feedback_of_copy", median(result.feedback.of_copy)},
+      {"decode_of_copy", median(result.decode.of_copy)}};
+  if (!options.list.empty()) {
+    row["list"] = options.list;
+    row["encode_list_ratio"] = median(result.encode.of_single);
+    row["feedback_list_ratio"] = median(result.feedback.of_single);
+    row["decode_list_ratio"] = median(result.decode.of_single);
+  }
+  row["residual"] = options.residual;
+  row["pairs"] = options.pairs;
+  row["spec"] = Codec::parse(spec).str();
+  return row;
+}
+
+void print_page(const CodecBenchOptions& options, uint64_t elements, const std::vector<nlohmann::ordered_json>& rows) {
+  print(fmt::format("{} {} elements{} on {}; verified; medians of {} interleaved rounds\n\n", human_count(elements),
+                    options.dtype, options.list.empty() ? "" : " (" + options.list + " list)",
+                    options.bed.device == "cuda"
+                        ? "the GPU"
+                        : fmt::format("the CPU, {} thread{}", options.bed.threads, options.bed.threads == 1 ? "" : "s"),
+                    options.pairs));
+  std::vector<std::string> header = {"codec",  "bits/element", "relative error", "encode",         "feedback",
+                                     "decode", "copy",         "encode/limit",   "feedback/limit", "decode/limit"};
+  std::string alignment = "lrrrrrrrrr";
+  if (!options.list.empty()) {
+    header.insert(header.end(), {"encode/single", "decode/single"});
+    alignment += "rr";
+  }
+  Table table(alignment, header);
+  for (const auto& row : rows) {
+    const auto number = [&](const char* name, const char* format) {
+      return fmt::format(fmt::runtime(format), row.at(name).get<double>());
+    };
+    std::vector<std::string> cells = {row.at("codec").get<std::string>(),
+                                      number("bits_per_element", "{:.3f}"),
+                                      human_fraction(row.at("relative_error").get<double>()),
+                                      number("encode_GBps", "{:.2f}"),
+                                      number("feedback_encode_GBps", "{:.2f}"),
+                                      number("decode_GBps", "{:.2f}"),
+                                      number("copy_GBps", "{:.2f}"),
+                                      number("limit_fraction_encode", "{:.2f}"),
+                                      number("limit_fraction_feedback", "{:.2f}"),
+                                      number("limit_fraction_decode", "{:.2f}")};
+    if (!options.list.empty()) {
+      cells.push_back(number("encode_list_ratio", "{:.2f}"));
+      cells.push_back(number("decode_list_ratio", "{:.2f}"));
+    }
+    table.row(cells);
+  }
+  print(table.str());
+  print(
+      "\nencode, feedback, decode: GB of fp32 tensor per second; copy: GB/s read + written. /limit: share of the speed "
+      "at\n"
+      "which a plain copy would move the same bytes; 1.00 is the memory limit. See docs/measuring.md.\n");
+  if (!options.list.empty())
+    print("/single: speed of the whole list in one call over that of one tensor of the same size.\n");
+}
+
+void bench_codec(const CodecBenchOptions& options) {
+  const std::vector<NamedTensor> tensors =
+      options.list.empty() ? std::vector<NamedTensor>{{"tensor", options.elements, DType::f32, 2}} : resnet50_tensors();
+  const uint64_t elements = total_elements(tensors);
+  Progress progress;
+  progress.show("making a gradient");
+  std::vector<float> values(elements);
+  fill_gradient(values, 1, machine_threads());
+  std::vector<nlohmann::ordered_json> rows;
+  for (const std::string& spec : options.codecs) {
+    const std::unique_ptr<Bed> bed = make_bed(options.bed);
+    const Result result = measure(*bed, spec, options, tensors, values, progress);
+    rows.push_back(to_json(spec, options, elements, result));
+    if (options.json) {
+      progress.clear();
+      print(rows.back().dump() + "\n");
+    }
+  }
+  progress.clear();
+  if (!options.json) print_page(options, elements, rows);
+}
+
+}  // namespace
+
+void add_bench_codec(CLI::App& bench, Action& action) {
+  CLI::App* command = bench.add_subcommand("codec", "Speed, size and error of codecs, next to a plain copy");
+  auto options = std::make_shared<CodecBenchOptions>();
+  add_codec(*command, options->codecs, "Codec and parameters, or all; may be given several times");
+  add_whole(*command, "--elements", options->elements, 1, kMostElements, "Elements of the tensor");
+  add_choice(*command, "--list", options->list, {"resnet50"},
+             "Time this model's tensors in one call, against one tensor");
+  add_choice(*command, "--dtype", options->dtype, {"f32", "f16", "bf16"}, "Type of the tensor");
+  add_choice(*command, "--residual", options->residual, {"f32", "bf16"}, "Type of the residual");
+  add_whole(*command, "--pairs", options->pairs, 1, 100000, "Timed rounds; one more runs first");
+  add_device(*command, options->bed);
+  command->add_flag("--json", options->json, "One JSON object a row");
+  command->footer("Example:\n  gradwire bench codec --codec qsgd:bits=4 --elements 16777216 --device cpu --threads 1");
+  command->callback([&action, options] {
+    std::vector<std::string> specs;
+    for (const std::string& spec : options->codecs) {
+      if (spec == "all") {
+        for (const CodecInfo& info : codecs()) specs.push_back(info.name);
+      } else {
+        Codec::parse(spec);
+        specs.push_back(spec);
+      }
+    }
+    options->codecs = specs;
+    action = [options] { bench_codec(*options); };
+  });
+}
+
+}  // namespace gradwire::app

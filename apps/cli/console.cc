@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tables, numbers with units and the progress line: see console.h.
+#include "cli/console.h"
+
+#include <fmt/format.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+#include "gradwire/error.h"
+
+namespace gradwire::app {
+
+Table::Table(std::string alignment, std::vector<std::string> header) : alignment_(std::move(alignment)) {
+  GW_CHECK(alignment_.size() == header.size());
+  rows_.push_back(std::move(header));
+}
+
+void Table::row(std::vector<std::string> cells) {
+  GW_CHECK(cells.size() == alignment_.size());
+  rows_.push_back(std::move(cells));
+}
+
+std::string Table::str() const {
+  std::vector<size_t> width(alignment_.size(), 0);
+  for (const auto& row : rows_)
+    for (size_t c = 0; c < row.size(); ++c) width[c] = std::max(width[c], row[c].size());
+  std::string text;
+  for (size_t r = 0; r < rows_.size(); ++r) {
+    std::string line;
+    for (size_t c = 0; c < width.size(); ++c) {
+      if (c > 0) line += "  ";
+      line += alignment_[c] == 'l' ? fmt::format("{:<{}}", rows_[r][c], width[c])
+                                   : fmt::format("{:>{}}", rows_[r][c], width[c]);
+    }
+    while (!line.empty() && line.back() == ' ') line.pop_back();
+    text += line + "\n";
+    if (r == 0) {
+      size_t total = 2 * (width.size() - 1);
+      for (size_t w : width) total += w;
+      text += std::string(total, '-') + "\n";
+    }
+  }
+  return text;
+}
+
+std::string human_bytes(double bytes) {
+  const char* units[] = {"B", "kB", "MB", "GB", "TB"};
+  size_t unit = 0;
+  while (bytes >= 999.5 && unit + 1 < std::size(units)) {
+    bytes /= 1000;
+    ++unit;
+  }
+  return unit == 0 ? fmt::format("{:.0f} B", bytes) : fmt::format("{:.3g} {}", bytes, units[unit]);
+}
+
+std::string human_count(uint64_t count) {
+  const std::string digits = std::to_string(count);
+  std::string text;
+  for (size_t i = 0; i < digits.size(); ++i) {
+    if (i > 0 && (digits.size() - i) % 3 == 0) text += ',';
+    text += digits[i];
+  }
+  return text;
+}
+
+std::string human_seconds(double seconds) {
+  if (seconds >= 1) return fmt::format("{:.2f} s", seconds);
+  if (seconds >= 1e-3) return fmt::format("{:.1f} ms", seconds * 1e3);
+  return fmt::format("{:.1f} us", seconds * 1e6);
+}
+
+std::string human_fraction(double fraction) {
+  if (fraction == 0) return "0";
+  if (!std::isfinite(fraction)) return fmt::format("{}", fraction);
+  return std::abs(fraction) >= 0.01 ? fmt::format("{:.4f}", fraction) : fmt::format("{:.1e}", fraction);
+}
+
+Progress::Progress() : terminal_(isatty(STDERR_FILENO) == 1) {}
+
+Progress::~Progress() { clear(); }
+
+void Progress::show(const std::string& text) {
+  if (!terminal_) return;
+  // A line that wraps could not be erased. A terminal that does not know its width is taken to be wide enough.
+  winsize size{};
+  const bool known = ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 1;
+  // \r: back to the start of the line; ESC[K: erase what a longer line left behind.
+  std::fprintf(stderr, "\r%.*s\033[K", known ? size.ws_col - 1 : 200, text.c_str());
+  std::fflush(stderr);
+  shown_ = true;
+}
+
+void Progress::clear() {
+  if (!shown_) return;
+  std::fprintf(stderr, "\r\033[K");
+  std::fflush(stderr);
+  shown_ = false;
+}
+
+void print(const std::string& text) {
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0)
+    throw Error(ErrorKind::io, "standard output cannot be written");
+}
+
+}  // namespace gradwire::app

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// See mpi_session.h. The only file of the program that includes mpi.h.
+#include "cli/mpi_session.h"
+
+#include <cstdlib>
+
+#include "gradwire/error.h"
+
+#ifdef GRADWIRE_HAS_MPI
+#define OMPI_SKIP_MPICXX 1  // the C++ bindings were removed from the standard, and warn
+#define MPICH_SKIP_MPICXX 1
+#include <mpi.h>
+#endif
+
+namespace gradwire::app {
+
+#ifdef GRADWIRE_HAS_MPI
+
+MpiSession::MpiSession() {
+  int level = 0;
+  MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
+  if (level < MPI_THREAD_MULTIPLE) {
+    MPI_Finalize();
+    throw Error(ErrorKind::unsupported, "--engine mpi: this MPI library has no MPI_THREAD_MULTIPLE", "engine");
+  }
+  engine_ = make_mpi();
+}
+
+MpiSession::~MpiSession() {
+  engine_.reset();
+  MPI_Finalize();
+}
+
+void MpiSession::abort(int exit_code) {
+  MPI_Abort(MPI_COMM_WORLD, exit_code);
+  std::_Exit(exit_code);
+}
+
+std::string mpi_library() {
+  char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
+  int length = 0;
+  MPI_Get_library_version(text, &length);  // allowed before MPI_Init
+  std::string words(text);
+  return words.substr(0, words.find_first_of(",\n"));
+}
+
+#else
+
+MpiSession::MpiSession() {
+  throw Error(ErrorKind::unsupported, "--engine mpi: this build has no MPI; see gradwire doctor", "engine");
+}
+MpiSession::~MpiSession() = default;
+void MpiSession::abort(int exit_code) { std::_Exit(exit_code); }
+std::string mpi_library() { return {}; }
+
+#endif
+
+}  // namespace gradwire::app

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// `gradwire decode`: a frame becomes a .npy file, or raw floats when the output is called otherwise. The frame is
+// treated as hostile: its head is checked against --max-elements before memory is taken, and nothing is written unless
+// every check passed.
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+#include "bench/bed.h"
+#include "cli/command.h"
+#include "cli/files.h"
+#include "cli/options.h"
+#include "codec/half.h"
+#include "codec/npy.h"
+#include "codec/packed.h"
+#include "gradwire/error.h"
+#include "gradwire/message.h"
+
+namespace gradwire::app {
+namespace {
+
+struct DecodeOptions {
+  std::string in, out, dtype;
+  uint64_t max_elements = uint64_t{1} << 32;
+  uint64_t tensor = 0;
+  bool tensor_chosen = false;
+  BedOptions bed;
+};
+
+float load(const std::byte* data, DType dtype, uint64_t i) {
+  if (dtype == DType::f32) {
+    float value;
+    std::memcpy(&value, data + 4 * i, 4);
+    return value;
+  }
+  uint16_t bits;
+  std::memcpy(&bits, data + 2 * i, 2);
+  return dtype == DType::f16 ? f16_to_float(bits) : bf16_to_float(bits);
+}
+
+void store(std::byte* data, DType dtype, uint64_t i, float value) {
+  if (dtype == DType::f32) {
+    std::memcpy(data + 4 * i, &value, 4);
+    return;
+  }
+  const uint16_t bits = dtype == DType::f16 ? float_to_f16(value) : float_to_bf16(value);
+  std::memcpy(data + 2 * i, &bits, 2);
+}
+
+struct Converted {
+  std::vector<std::byte> data;
+  uint64_t overflows = 0;  // finite values that the narrower type can only hold as infinity
+};
+
+Converted convert(const std::vector<std::byte>& data, DType from, DType to, uint64_t count) {
+  Converted result{std::vector<std::byte>(count * bytes_of(to))};
+  for (uint64_t i = 0; i < count; ++i) {
+    const float value = load(data.data(), from, i);
+    store(result.data.data(), to, i, value);
+    result.overflows += std::isfinite(value) && !std::isfinite(load(result.data.data(), to, i));
+  }
+  return result;
+}
+
+void note(const std::string& text) { std::fprintf(stderr, "gradwire: note: %s\n", text.c_str()); }
+
+size_t chosen_tensor(const DecodeOptions& options, const Head& head) {
+  const size_t tensors = head.tensors.size();
+  if (tensors == 0) throw Error(ErrorKind::usage, options.in + ": the message holds no tensor", "tensor");
+  if (tensors > 1 && !options.tensor_chosen)
+    throw Error(ErrorKind::usage,
+                fmt::format("{}: the message holds {} tensors: choose one with --tensor 0 to {}", options.in, tensors,
+                            tensors - 1),
+                "tensor");
+  if (options.tensor >= tensors)
+    throw Error(ErrorKind::usage,
+                fmt::format("--tensor {}: allowed is 0 to {}, {} holds {} tensor{}", options.tensor, tensors - 1,
+                            options.in, tensors, tensors == 1 ? "" : "s"),
+                "tensor");
+  return options.tensor;
+}
+
+void decode(const DecodeOptions& options) {
+  Limits limits;
+  limits.max_elements = options.max_elements;
+  // No codec takes more than 5 bytes an element; heads are small.
+  const std::vector<std::byte> message =
+      read_message(options.in, std::min<uint64_t>(options.max_elements, uint64_t{1} << 34) * 5 + (1 << 26));
+  const Head head = named(options.in, [&] { return read_head(message, limits); });
+  const size_t chosen = chosen_tensor(options, head);
+  named(options.in, [&] { verify_body(message, head); });  // before memory for the elements is taken
+
+  // Decoded as f32, whatever the sender had: another type is made from that, and rounded once.
+  std::vector<TensorSpec> tensors = head.tensors;
+  for (TensorSpec& tensor : tensors) tensor.dtype = DType::f32;
+  const Plan plan(tensors);
+  const std::unique_ptr<Bed> bed = make_bed(options.bed);
+  const std::unique_ptr<Runner> runner = make_runner(plan, bed->device());
+  std::vector<void*> outputs;
+  for (const TensorSpec& tensor : tensors) outputs.push_back(bed->allocate(tensor.count * sizeof(float)));
+  auto* bytes = static_cast<std::byte*>(bed->allocate(message.size()));
+  bed->upload(bytes, message.data(), message.size());
+  named(options.in, [&] {
+    runner->decode({bytes, message.size()}, outputs);
+    runner->wait();
+  });
+
+  const TensorSpec& tensor = head.tensors[chosen];
+  std::vector<std::byte> data(tensor.count * sizeof(float));
+  bed->download(data.data(), outputs[chosen], data.size());
+  const bool npy = ends_with(options.out, ".npy");
+  DType dtype = options.dtype.empty() ? tensor.dtype : parse_dtype(options.dtype);
+  if (npy && dtype == DType::bf16) {
+    if (!options.dtype.empty())
+      throw Error(ErrorKind::usage, "--dtype bf16: a .npy file cannot hold it; name OUT otherwise for raw floats",
+                  "dtype");
+    dtype = DType::f32;
+    note(options.in + " is bf16, which .npy cannot hold: written as float32");
+  }
+  if (dtype != DType::f32) {
+    Converted converted = convert(data, DType::f32, dtype, tensor.count);
+    if (converted.overflows > 0)
+      note(fmt::format("{} element{} too large for {}: written as infinity", converted.overflows,
+                       converted.overflows == 1 ? " is" : "s are", name_of(dtype)));
+    data = std::move(converted.data);
+  }
+  const std::vector<std::byte> header = npy ? npy_header(dtype, tensor.count) : std::vector<std::byte>{};
+  const std::span<const std::byte> parts[] = {header, data};
+  write_file(options.out, parts);
+}
+
+}  // namespace
+
+void add_decode(CLI::App& app, Action& action) {
+  CLI::App* command = app.add_subcommand("decode", "Turn a frame back into floats");
+  auto options = std::make_shared<DecodeOptions>();
+  options->bed.threads = machine_threads();
+  add_file(*command, "IN", options->in, "The frame, or - for stdin");
+  add_file(*command, "OUT", options->out, "A .npy file to write; any other name (or - for stdout) gets raw floats");
+  add_whole(*command, "--max-elements", options->max_elements, 0, UINT64_MAX, "Refuse frames that claim more elements");
+  add_choice(*command, "--dtype", options->dtype, {"f32", "f16", "bf16"},
+             "Type to write; as the frame says if left out");
+  CLI::Option* tensor = add_whole(*command, "--tensor", options->tensor, 0, UINT64_MAX,
+                                  "Which tensor of a message that holds several, from 0 on");
+  add_device(*command, options->bed);
+  command->footer("Example:\n  gradwire decode g.gw back.npy");
+  command->callback([&action, options, tensor] {
+    options->tensor_chosen = tensor->count() > 0;
+    action = [options] { decode(*options); };
+  });
+}
+
+}  // namespace gradwire::app

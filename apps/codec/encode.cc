@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// `gradwire encode`: a file of floats becomes a frame (a message of one tensor). The input is a .npy file, which says
+// its own type, or raw floats whose type --dtype says.
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <memory>
+
+#include "bench/bed.h"
+#include "cli/command.h"
+#include "cli/files.h"
+#include "cli/options.h"
+#include "codec/npy.h"
+#include "codec/packed.h"
+#include "gradwire/error.h"
+#include "gradwire/learn.h"
+
+namespace gradwire::app {
+namespace {
+
+struct EncodeOptions {
+  std::string codec, in, out, dtype, name;
+  Stamp stamp;
+  BedOptions bed;
+  bool no_fit = false, pack = false;
+};
+
+struct Input {
+  DType dtype;
+  uint64_t count;
+  std::span<const std::byte> data;
+};
+
+Input read_input(const EncodeOptions& options, std::span<const std::byte> file) {
+  const bool npy = ends_with(options.in, ".npy") || (options.dtype.empty() && looks_like_npy(file));
+  if (npy) {
+    if (!options.dtype.empty())
+      throw Error(ErrorKind::usage,
+                  fmt::format("--dtype {}: only for raw floats; {} is a .npy file and says its own type", options.dtype,
+                              options.in),
+                  "dtype");
+    const NpyArray array = parse_npy(file, options.in);
+    return {array.dtype, array.count, array.data};
+  }
+  if (options.dtype.empty())
+    throw Error(ErrorKind::usage,
+                fmt::format("{} is not a .npy file: say --dtype f32, f16 or bf16 for raw floats", options.in), "dtype");
+  const DType dtype = parse_dtype(options.dtype);
+  if (file.size() % bytes_of(dtype) != 0)
+    throw Error(ErrorKind::frame, fmt::format("{}: {} bytes are not a whole number of {} elements", options.in,
+                                              file.size(), options.dtype));
+  return {dtype, file.size() / bytes_of(dtype), file};
+}
+
+void encode(const EncodeOptions& options) {
+  const Codec codec = Codec::parse(options.codec);  // a wrong spec is refused before a large file is read
+  const std::vector<std::byte> file = read_file(options.in);
+  const Input input = read_input(options, file);
+  const std::unique_ptr<Bed> bed = make_bed(options.bed);
+  // The drivers want element alignment, and a .npy view has it only by luck: copy into the bed on the CPU too.
+  void* tensor = bed->allocate(input.data.size());
+  bed->upload(tensor, input.data.data(), input.data.size());
+  const Codec fitted = options.no_fit ? codec : fit(codec, tensor, input.count, input.dtype, bed->device());
+  const Plan plan({{options.name, input.count, input.dtype, fitted}});
+  const std::unique_ptr<Runner> runner = make_runner(plan, bed->device());
+  std::vector<std::byte> frame(plan.message_bytes());
+  auto* message = static_cast<std::byte*>(bed->allocate(frame.size()));
+  const void* tensors[] = {tensor};
+  runner->encode(tensors, options.stamp, {message, frame.size()});
+  runner->wait();
+  bed->download(frame.data(), message, frame.size());
+  if (options.pack) frame = pack(frame);
+  const std::span<const std::byte> parts[] = {frame};
+  write_file(options.out, parts);
+}
+
+}  // namespace
+
+void add_encode(CLI::App& app, Action& action) {
+  CLI::App* command = app.add_subcommand("encode", "Compress a file of floats into a frame");
+  auto options = std::make_shared<EncodeOptions>();
+  options->bed.threads = machine_threads();
+  command->add_option("--codec", options->codec, "Codec and parameters, e.g. qsgd:bits=4; see gradwire codecs")
+      ->type_name("SPEC")
+      ->required();
+  add_file(*command, "IN", options->in, "A .npy file (float32 or float16), raw floats with --dtype, or - for stdin");
+  add_file(*command, "OUT", options->out, "The frame to write (usually .gw), or - for stdout");
+  add_choice(*command, "--dtype", options->dtype, {"f32", "f16", "bf16"}, "Type of raw floats in IN (little-endian)");
+  command->add_option("--name", options->name, "Tensor name; its hash travels in the frame and keys the random bits")
+      ->type_name("NAME");
+  add_whole(*command, "--seed", options->stamp.seed, 0, UINT64_MAX, "Seed of the random bits");
+  add_whole(*command, "--step", options->stamp.step, 0, UINT64_MAX, "Step number written into the frame");
+  command->add_flag("--no-fit", options->no_fit,
+                    "Use the codec's defaults; otherwise one that learns is fitted to IN first");
+  command->add_flag("--pack", options->pack,
+                    "Entropy-code the file as a whole (Zstandard); decode and inspect see it by themselves");
+  add_device(*command, options->bed);
+  command->footer("Example:\n  gradwire encode --codec qsgd:bits=4 --seed 1 --step 7 g.npy g.gw");
+  command->callback([&action, options] { action = [options] { encode(*options); }; });
+}
+
+}  // namespace gradwire::app

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// `gradwire inspect`: every field of a frame, in words, without decoding it. A head that does not hold together is an
+// error that names the field. A body whose checksum is wrong is shown as such, and the exit code says it too.
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "cli/command.h"
+#include "cli/console.h"
+#include "cli/files.h"
+#include "cli/options.h"
+#include "codec/packed.h"
+#include "gradwire/error.h"
+#include "gradwire/message.h"
+
+namespace gradwire::app {
+namespace {
+
+std::string stage_in_words(uint32_t stage) {
+  if (stage == 0) return "up: a worker to the owner";
+  if (stage == 1) return "down: the owner to everybody";
+  return "the caller's own";
+}
+
+std::string unit_in_words(uint64_t unit) {
+  if (unit == 0) return "the whole tensor";
+  return unit == 1 ? "each element by itself" : human_count(unit) + " elements";
+}
+
+double bits(uint64_t bytes, uint64_t elements) {
+  return elements == 0 ? 0 : 8.0 * static_cast<double>(bytes) / static_cast<double>(elements);
+}
+
+uint64_t elements_of(const Head& head) {
+  uint64_t total = 0;
+  for (const TensorSpec& tensor : head.tensors) total += tensor.count;
+  return total;
+}
+
+// Header fields that nobody but a reader of dumps wants, by their offsets in docs/wire-format.md.
+uint64_t header_number(std::span<const std::byte> message, size_t offset, size_t bytes) {
+  uint64_t number = 0;
+  for (size_t i = 0; i < bytes; ++i) number |= static_cast<uint64_t>(message[offset + i]) << (8 * i);
+  return number;
+}
+
+struct Extra {
+  std::string magic;
+  uint64_t flags, specs;
+};
+
+Extra extra_of(std::span<const std::byte> message) {
+  return {std::string(reinterpret_cast<const char*>(message.data()), 4), header_number(message, 6, 2),
+          header_number(message, 36, 4)};
+}
+
+void print_json(const std::string& path, const Head& head, const Extra& extra, const std::string& body_verdict) {
+  const uint64_t elements = elements_of(head);
+  nlohmann::ordered_json row = {{"file", path},
+                                {"magic", extra.magic},
+                                {"version", head.version},
+                                {"flags", extra.flags},
+                                {"total_bytes", head.total_bytes},
+                                {"step", head.stamp.step},
+                                {"stage", head.stamp.stage},
+                                {"rank", head.stamp.rank},
+                                {"world", head.stamp.world},
+                                {"head_bytes", head.head_bytes},
+                                {"spec_count", extra.specs},
+                                {"tensor_count", head.tensors.size()},
+                                {"head_check", fmt::format("{:016x}", head.head_check)},
+                                {"head_check_verdict", "ok"},
+                                {"body_check", fmt::format("{:016x}", head.body_check)},
+                                {"body_check_verdict", body_verdict},
+                                {"elements", elements},
+                                {"bits_per_element", bits(head.total_bytes, elements)}};
+  row["tensors"] = nlohmann::ordered_json::array();
+  for (size_t i = 0; i < head.tensors.size(); ++i) {
+    const TensorSpec& tensor = head.tensors[i];
+    row["tensors"].push_back(
+        {{"index", i},
+         {"name_hash", fmt::format("{:016x}", tensor.name_hash.value_or(0))},
+         {"count", tensor.count},
+         {"first", tensor.first},
+         {"dtype", std::string(name_of(tensor.dtype))},
+         {"codec", tensor.codec.str()},
+         {"table", std::vector<uint32_t>(tensor.codec.table().begin(), tensor.codec.table().end())},
+         {"fitted", tensor.codec.describe()},
+         {"unit", tensor.codec.traits().unit},
+         {"body_offset", head.body_offsets[i]},
+         {"body_bytes", tensor.codec.bytes(tensor.count)},
+         {"bits_per_element", bits(tensor.codec.bytes(tensor.count), tensor.count)}});
+  }
+  print(row.dump() + "\n");
+}
+
+void print_page(const std::string& path, const Head& head, const Extra& extra, const std::string& body_verdict) {
+  const uint64_t elements = elements_of(head);
+  const auto line = [](const char* name, const std::string& value) { print(fmt::format("{:<18}{}\n", name, value)); };
+  line("file", path);
+  line("magic", extra.magic);
+  line("version", std::to_string(head.version));
+  line("flags", std::to_string(extra.flags));
+  line("total bytes", fmt::format("{} (head {}, body {})", human_count(head.total_bytes), human_count(head.head_bytes),
+                                  human_count(head.total_bytes - head.head_bytes)));
+  line("step", std::to_string(head.stamp.step));
+  line("stage", fmt::format("{} ({})", head.stamp.stage, stage_in_words(head.stamp.stage)));
+  line("rank", fmt::format("{} of {}", head.stamp.rank, head.stamp.world));
+  line("head checksum", fmt::format("{:016x} ok", head.head_check));
+  line("body checksum", fmt::format("{:016x} {}", head.body_check, body_verdict));
+  line("elements", fmt::format("{} in {} tensor{}, {} codec{}", human_count(elements), head.tensors.size(),
+                               head.tensors.size() == 1 ? "" : "s", extra.specs, extra.specs == 1 ? "" : "s"));
+  line("bits per element", fmt::format("{:.4f} (every byte counted)", bits(head.total_bytes, elements)));
+  if (head.tensors.size() == 1) {
+    const TensorSpec& tensor = head.tensors[0];
+    line("codec", tensor.codec.str());
+    for (const std::string& text : tensor.codec.describe()) line("", text);
+    line("unit", unit_in_words(tensor.codec.traits().unit));
+    line("dtype", std::string(name_of(tensor.dtype)));
+    line("name hash", fmt::format("{:016x}", tensor.name_hash.value_or(0)));
+    line("first element", human_count(tensor.first));
+    line("body", fmt::format("{} bytes, from byte {} of the body", human_count(tensor.codec.bytes(tensor.count)),
+                             human_count(head.body_offsets[0])));
+    return;
+  }
+  if (head.tensors.empty()) return;
+  Table table("rlrrlrrrrl",
+              {"tensor", "name hash", "count", "first", "dtype", "unit", "offset", "bytes", "bits/element", "codec"});
+  for (size_t i = 0; i < head.tensors.size(); ++i) {
+    const TensorSpec& tensor = head.tensors[i];
+    const uint64_t bytes = tensor.codec.bytes(tensor.count);
+    const uint64_t unit = tensor.codec.traits().unit;
+    table.row({std::to_string(i), fmt::format("{:016x}", tensor.name_hash.value_or(0)), human_count(tensor.count),
+               human_count(tensor.first), std::string(name_of(tensor.dtype)), unit == 0 ? "whole" : human_count(unit),
+               human_count(head.body_offsets[i]), human_count(bytes), fmt::format("{:.4f}", bits(bytes, tensor.count)),
+               tensor.codec.str()});
+  }
+  print("\n" + table.str());
+}
+
+void inspect(const std::string& path, bool json) {
+  const std::vector<std::byte> message = read_message(path);
+  const Head head = named(path, [&] { return read_head(message); });
+  std::string verdict = "ok";
+  std::unique_ptr<Error> altered;
+  try {
+    named(path, [&] { verify_body(message, head); });
+  } catch (const Error& error) {
+    verdict = "wrong: the body was altered";
+    altered = std::make_unique<Error>(error);
+  }
+  if (json) {
+    print_json(path, head, extra_of(message), altered ? "wrong" : "ok");
+  } else {
+    print_page(path, head, extra_of(message), verdict);
+  }
+  if (altered) throw *altered;
+}
+
+}  // namespace
+
+void add_inspect(CLI::App& app, Action& action) {
+  CLI::App* command = app.add_subcommand("inspect", "Show every field of a frame and check its checksums");
+  struct Options {
+    std::string file;
+    bool json = false;
+  };
+  auto options = std::make_shared<Options>();
+  add_file(*command, "FILE", options->file, "The frame, or - for stdin");
+  command->add_flag("--json", options->json, "One JSON object");
+  command->footer("Example:\n  gradwire inspect g.gw");
+  command->callback([&action, options] { action = [options] { inspect(options->file, options->json); }; });
+}
+
+}  // namespace gradwire::app

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reads records, writes reports: see report.h.
+#include "report/report.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <span>
+
+#include "cli/console.h"
+#include "cli/files.h"
+#include "gradwire/error.h"
+#include "report/report_write.h"
+
+namespace gradwire::app {
+namespace {
+
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+json read_record(const std::string& path) {
+  const std::vector<std::byte> content = read_file(path);
+  const char* text = reinterpret_cast<const char*>(content.data());
+  try {
+    return json::parse(text, text + content.size());
+  } catch (const json::exception& error) {
+    std::string why = error.what();
+    const size_t bracket = why.find("] ");  // the library's own name and number of the error come first
+    if (bracket != std::string::npos) why = why.substr(bracket + 2);
+    throw Error(ErrorKind::frame, path + ": not JSON: " + why, "json");
+  }
+}
+
+std::vector<Run> parse(const std::vector<json>& records) {
+  std::vector<Run> runs;
+  for (size_t i = 0; i < records.size(); ++i)
+    runs.push_back(named(fmt::format("run {} of {}", i + 1, records.size()), [&] { return parse_run(records[i]); }));
+  return runs;
+}
+
+std::string value_text(double value, Metric metric) {
+  if (std::isnan(value)) return "-";
+  return metric == Metric::accuracy ? fmt::format("{:.2f} %", 100 * value) : fmt::format("{:.4f}", value);
+}
+
+// Table counts bytes: what a label has beyond ASCII would push its row out of line.
+std::string ascii(std::string label) {
+  for (size_t at; (at = label.find("\u00b7")) != std::string::npos;) label.replace(at, 2, "/");
+  return label;
+}
+
+}  // namespace
+
+std::vector<json> read_runs(const std::string& dir) {
+  std::vector<std::string> paths;
+  std::error_code failed;
+  for (fs::directory_iterator entry(fs::path(dir) / "runs", failed), end; !failed && entry != end;
+       entry.increment(failed)) {
+    const fs::path path = entry->path() / "run.json";
+    std::error_code ignored;
+    if (fs::exists(path, ignored)) paths.push_back(path.string());
+  }
+  if (paths.empty())
+    throw Error(ErrorKind::usage, fmt::format("{}: no runs; expected files like {}/runs/NAME/run.json", dir, dir),
+                "dir");
+  std::sort(paths.begin(), paths.end());
+  std::vector<json> records;
+  for (const std::string& path : paths) {
+    records.push_back(read_record(path));
+    named(path, [&] { return parse_run(records.back()); });
+  }
+  return records;
+}
+
+std::vector<std::string> write_report(const std::string& dir, const std::vector<json>& records, bool plots) {
+  const std::vector<Run> runs = parse(records);
+  const Comparison comparison = compare_runs(runs);
+  std::vector<std::string> names;
+  const auto add = [&](const std::string& name, const std::string& content) {
+    write_file((fs::path(dir) / name).string(), content);
+    names.push_back(name);
+  };
+  add("results.csv", csv_text(runs));
+  add("report.html", page_text(comparison));
+  if (plots)
+    for (const Plot& plot : draw_plots(comparison)) add(plot.name, plot.content);
+  return names;
+}
+
+std::string report_table(const std::vector<json>& records) {
+  const std::vector<Run> runs = parse(records);
+  const Comparison comparison = compare_runs(runs);
+  std::string text;
+  for (const Group& group : comparison.groups) {
+    if (comparison.groups.size() > 1)
+      text += fmt::format("{}{}, {}\n", text.empty() ? "" : "\n", group.task, group.model);
+    Table table("lrrrrrrlr", {"codec", std::string("test ") + name_of(group.metric), "spread", "from fp32", "bits",
+                              "ratio", "sent", "collective", "time"});
+    const double unit = group.metric == Metric::accuracy ? 100 : 1;
+    for (size_t index : group.series) {
+      const Series& series = comparison.series[index];
+      const Statistic& final_value = series.final_value;
+      const bool some = final_value.count > 0;
+      table.row({ascii(series.label) + (series.partial ? " (unfinished)" : ""),
+                 value_text(final_value.mean, group.metric),
+                 final_value.count > 1 ? fmt::format("{:.2f}", unit * final_value.deviation) : "-",
+                 series.difference ? fmt::format("{:+.2f}", unit * series.difference->mean) : "-",
+                 some ? fmt::format("{:.2f}", series.bits) : "-",
+                 some && series.bits > 0 ? fmt::format("{:.1f}x", 32 / series.bits) : "-",
+                 some ? human_bytes(series.bytes) : "-", series.first().collective,
+                 some ? human_seconds(series.seconds.wall) : "-"});
+    }
+    text += table.str();
+  }
+  return text;
+}
+
+}  // namespace gradwire::app

@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0
+// Groups runs into series and computes what is shown of them: see report_series.h.
+#include "report/report_series.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <set>
+
+#include "gradwire/error.h"
+
+namespace gradwire::app {
+namespace {
+
+constexpr size_t kMostBitsPoints = 300;  // more would not be seen in a chart, only weigh in the page
+
+std::vector<std::pair<std::string, std::string>> settings_of(const Run& run) {
+  return {{"codec", run.canonical},
+          {"task", run.task},
+          {"model", run.model},
+          {"metric", name_of(run.metric)},
+          {"parameters", fmt::format("{}", run.parameters)},
+          {"workers", fmt::format("{}", run.workers)},
+          {"collective", run.collective},
+          {"engine", run.engine},
+          {"device", run.device},
+          {"machine", run.machine},
+          {"batch", fmt::format("{}", run.batch)},
+          {"optimizer", run.optimizer},
+          {"rate", fmt::format("{}", run.rate)},
+          {"schedule", run.schedule}};
+}
+
+// A setting as part of a label: a word says what it is by itself, a number does not.
+std::string shown(const std::pair<std::string, std::string>& setting) {
+  const auto& [name, value] = setting;
+  if (name == "workers" || name == "epochs" || name == "parameters") return value + " " + name;
+  if (name == "batch" || name == "rate") return name + " " + value;
+  return value;
+}
+
+// Uncompressed, whatever else the spec may say.
+bool is_fp32(const Run& run) { return run.canonical.substr(0, run.canonical.find(':')) == "fp32"; }
+
+double mean(const std::vector<double>& values) { return statistic_of(values).mean; }
+
+template <class Of>
+double mean_of(const std::vector<const Run*>& runs, Of of) {
+  std::vector<double> values;
+  for (const Run* run : runs)
+    if (!run->epochs.empty()) values.push_back(of(*run));
+  return mean(values);
+}
+
+// An epoch's bits count by its steps: epochs may be of different length when a run was resumed in the middle of one.
+double mean_bits(const Run& run) {
+  double sum = 0;
+  uint64_t before = 0;
+  for (const Epoch& epoch : run.epochs) {
+    sum += epoch.bits * static_cast<double>(epoch.step - std::min(before, epoch.step));
+    before = epoch.step;
+  }
+  return before == 0 ? run.epochs.back().bits : sum / static_cast<double>(before);
+}
+
+std::vector<Point> curve_of(const Series& series) {
+  std::map<uint64_t, std::vector<const Epoch*>> by_epoch;
+  for (const Run* run : series.counted)
+    for (const Epoch& epoch : run->epochs) by_epoch[epoch.epoch].push_back(&epoch);
+  std::vector<Point> curve;
+  for (const auto& [number, epochs] : by_epoch) {
+    std::vector<double> value, loss, bytes, busy;
+    for (const Epoch* epoch : epochs) {
+      value.push_back(value_of(*epoch, series.first().metric));
+      loss.push_back(epoch->train_loss);
+      bytes.push_back(epoch->bytes_sent);
+      busy.push_back(epoch->seconds.compute + epoch->seconds.encode + epoch->seconds.decode);
+    }
+    curve.push_back({number, statistic_of(value), mean(loss), mean(bytes), mean(busy)});
+  }
+  return curve;
+}
+
+void fill_bits(Series& series) {
+  std::map<uint64_t, std::vector<double>> by_step;
+  for (const Run* run : series.counted)
+    for (const auto& [step, bits] : run->bits_over_time) by_step[step].push_back(bits);
+  std::vector<std::pair<uint64_t, double>> all;
+  for (const auto& [step, bits] : by_step) all.emplace_back(step, mean(bits));
+  if (all.empty()) return;
+  const auto less = [](const auto& a, const auto& b) { return a.second < b.second; };
+  const auto [least, most] = std::minmax_element(all.begin(), all.end(), less);
+  series.bits_change = most->second - least->second > 0.01 * most->second;
+  const size_t stride = (all.size() + kMostBitsPoints - 1) / kMostBitsPoints;
+  for (size_t i = 0; i < all.size(); i += stride) {
+    std::vector<double> values;
+    for (size_t j = i; j < std::min(all.size(), i + stride); ++j) values.push_back(all[j].second);
+    series.bits_over_time.emplace_back(all[i].first, mean(values));
+  }
+}
+
+void fill_layers(Series& series) {
+  std::map<std::string, std::pair<std::vector<double>, std::vector<double>>> by_name;  // errors, cosines
+  const Measurement* pattern = nullptr;
+  for (const Run* run : series.counted) {
+    if (run->layers.empty()) continue;
+    if (pattern == nullptr) pattern = &run->layers.back();
+    for (const TensorError& tensor : run->layers.back().tensors) {
+      by_name[tensor.name].first.push_back(tensor.error);
+      by_name[tensor.name].second.push_back(tensor.cosine);
+    }
+  }
+  if (pattern == nullptr) return;
+  series.layers = *pattern;
+  for (TensorError& tensor : series.layers.tensors) {
+    tensor.error = mean(by_name[tensor.name].first);
+    tensor.cosine = mean(by_name[tensor.name].second);
+  }
+}
+
+void fill(Series& series) {
+  std::sort(series.runs.begin(), series.runs.end(), [](const Run* a, const Run* b) { return a->seed < b->seed; });
+  for (size_t i = 1; i < series.runs.size(); ++i)
+    if (series.runs[i]->seed == series.runs[i - 1]->seed)
+      throw Error(ErrorKind::frame,
+                  fmt::format("seed {} of {} is there twice; expected one run of a seed with the same settings",
+                              series.runs[i]->seed, series.first().codec),
+                  "seed");
+  for (const Run* run : series.runs)
+    if (run->finished) series.counted.push_back(run);
+  series.partial = series.counted.empty();
+  if (series.partial) series.counted = series.runs;
+
+  std::vector<double> finals;
+  for (const Run* run : series.counted)
+    if (!run->epochs.empty()) finals.push_back(value_of(run->epochs.back(), run->metric));
+  series.final_value = statistic_of(finals);
+  const auto last = [&](auto of) {
+    return mean_of(series.counted, [of](const Run& run) { return of(run.epochs.back()); });
+  };
+  series.bits = mean_of(series.counted, mean_bits);
+  series.bytes = last([](const Epoch& e) { return e.bytes_sent; });
+  series.skipped = mean_of(series.counted, [](const Run& run) { return static_cast<double>(run.skipped_steps); });
+  series.seconds = {
+      last([](const Epoch& e) { return e.seconds.wall; }), last([](const Epoch& e) { return e.seconds.compute; }),
+      last([](const Epoch& e) { return e.seconds.encode; }), last([](const Epoch& e) { return e.seconds.wait; }),
+      last([](const Epoch& e) { return e.seconds.decode; })};
+  series.curve = curve_of(series);
+  fill_bits(series);
+  fill_layers(series);
+}
+
+// How long a run is belongs to its settings too, but only a finished one says: an unfinished run joins the series it
+// would have become, the longest if there are several.
+std::vector<Series> make_series(const std::vector<Run>& runs) {
+  std::vector<Series> all;
+  const auto join = [&all](const Run& run, auto settings) {
+    auto found = std::find_if(all.begin(), all.end(), [&](const Series& s) { return s.settings == settings; });
+    if (found == all.end()) {
+      all.emplace_back().settings = std::move(settings);
+      found = all.end() - 1;
+    }
+    found->runs.push_back(&run);
+  };
+  for (const Run& run : runs) {
+    if (!run.finished) continue;
+    auto settings = settings_of(run);
+    settings.emplace_back("epochs", fmt::format("{}", run.epochs.back().epoch));
+    join(run, std::move(settings));
+  }
+  for (const Run& run : runs) {
+    if (run.finished) continue;
+    auto settings = settings_of(run);
+    const Series* longest = nullptr;
+    for (const Series& series : all) {
+      const bool same = std::equal(settings.begin(), settings.end(), series.settings.begin());
+      if (same && series.first().finished &&
+          (longest == nullptr || series.first().epochs.back().epoch > longest->first().epochs.back().epoch))
+        longest = &series;
+    }
+    settings.emplace_back("epochs", "");
+    join(run, longest != nullptr ? longest->settings : std::move(settings));
+  }
+  return all;
+}
+
+void fill_groups(Comparison& comparison) {
+  for (Series& series : comparison.series) {
+    const Run& run = series.first();
+    auto found = std::find_if(comparison.groups.begin(), comparison.groups.end(), [&](const Group& group) {
+      return group.task == run.task && group.model == run.model && group.metric == run.metric;
+    });
+    if (found == comparison.groups.end())
+      found = comparison.groups.insert(found, Group{run.task, run.model, run.metric, {}});
+    series.group = static_cast<size_t>(found - comparison.groups.begin());
+    found->series.push_back(static_cast<size_t>(&series - comparison.series.data()));
+  }
+}
+
+void fill_labels(Comparison& comparison) {
+  auto& all = comparison.series;
+  for (size_t s = 0; s < all.front().settings.size(); ++s) {
+    const auto& [name, value] = all.front().settings[s];
+    const bool same = std::all_of(all.begin(), all.end(), [&, &value = value](const Series& each) {
+      return each.settings[s].second == value || each.settings[s].second.empty();
+    });
+    if (!same && name != "codec") comparison.varied.push_back(name);
+  }
+  for (Series& series : all) {
+    series.label = series.first().codec;
+    for (size_t s = 0; s < series.settings.size(); ++s) {
+      const bool needed = std::any_of(all.begin(), all.end(), [&](const Series& other) {
+        return other.group == series.group && other.first().codec == series.first().codec &&
+               other.settings[s] != series.settings[s];
+      });
+      if (needed && !series.settings[s].second.empty()) series.label += " \u00b7 " + shown(series.settings[s]);
+    }
+  }
+}
+
+void fill_reference(Series& series, const std::vector<Series>& all) {
+  size_t most = 0;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const Series& other = all[i];
+    if (!is_fp32(other.first())) continue;
+    if (other.group != series.group || other.first().workers != series.first().workers || other.partial) continue;
+    size_t common = 1;
+    for (size_t s = 0; s < series.settings.size(); ++s) common += other.settings[s] == series.settings[s];
+    if (common <= most) continue;
+    most = common;
+    series.reference = i;
+  }
+  if (!series.reference) return;
+  const Series& reference = all[*series.reference];
+  const double target = target_of(reference.final_value.mean, series.first().metric);
+  for (size_t i = 0; i < series.curve.size() && !series.target; ++i) {
+    const double value = series.curve[i].value.mean;
+    if (series.first().metric == Metric::accuracy ? value >= target : value <= target) series.target = i;
+  }
+  if (series.partial || &reference == &series) return;
+  std::vector<double> differences;
+  for (const Run* run : series.counted)
+    for (const Run* other : reference.counted)
+      if (run->seed == other->seed)
+        differences.push_back(value_of(run->epochs.back(), run->metric) -
+                              value_of(other->epochs.back(), other->metric));
+  if (!differences.empty()) series.difference = statistic_of(differences);
+}
+
+}  // namespace
+
+Statistic statistic_of(const std::vector<double>& values) {
+  if (values.empty()) return {std::nan(""), 0, std::nan(""), std::nan(""), 0};
+  Statistic s{0, 0, values.front(), values.front(), values.size()};
+  const double n = static_cast<double>(values.size());
+  for (double value : values) {
+    s.mean += value / n;
+    // A value that is not a number makes the whole statistic one: min and max would pass it over.
+    s.least = std::isnan(value) || std::isnan(s.least) ? std::nan("") : std::min(s.least, value);
+    s.most = std::isnan(value) || std::isnan(s.most) ? std::nan("") : std::max(s.most, value);
+  }
+  if (values.size() > 1) {
+    double squares = 0;
+    for (double value : values) squares += (value - s.mean) * (value - s.mean);
+    s.deviation = std::sqrt(squares / (n - 1));
+  }
+  return s;
+}
+
+double target_of(double reference, Metric metric) {
+  return metric == Metric::accuracy ? reference - 0.005 : reference * 1.01;
+}
+
+Comparison compare_runs(const std::vector<Run>& runs) {
+  if (runs.empty()) throw Error(ErrorKind::usage, "there are no runs to report on", "runs");
+  Comparison comparison;
+  comparison.series = make_series(runs);
+  for (Series& series : comparison.series) fill(series);
+  std::stable_sort(comparison.series.begin(), comparison.series.end(), [](const Series& a, const Series& b) {
+    const auto key = [](const Series& s) {
+      const Run& run = s.first();
+      return std::make_tuple(run.task, run.model, name_of(run.metric), !is_fp32(run), std::isnan(s.bits) ? 0 : -s.bits);
+    };
+    return key(a) < key(b) || (key(a) == key(b) && a.settings < b.settings);
+  });
+  fill_groups(comparison);
+  fill_labels(comparison);
+  for (Series& series : comparison.series) fill_reference(series, comparison.series);
+  return comparison;
+}
+
+}  // namespace gradwire::app

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// From runs to what is shown of them. A series is the runs that differ in nothing but the seed; a group is the series
+// of one task and model, whose values may stand in one chart. Statistics are over a series' finished runs; only where
+// none is finished are they over what there is, and the series is marked partial. Page and plots both draw these
+// numbers.
+//
+// The reference of a series is the fp32 series of its group and number of workers with the most settings in common.
+// Differences from it are paired: the mean, over seeds that both have, of this run's final value minus that run's.
+//
+// Projected time on a link is compute + encode + decode (measured processor time of one worker) + the bytes that one
+// worker sends over the link's bandwidth, nothing overlapped.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "report/report_run.h"
+
+namespace gradwire::app {
+
+inline constexpr double kLinks[] = {0.1, 1, 10, 25};  // Gb/s
+
+struct Statistic {
+  double mean = 0, deviation = 0, least = 0, most = 0;  // deviation: of the sample; 0 for one value
+  size_t count = 0;
+};
+Statistic statistic_of(const std::vector<double>& values);
+
+struct Point {  // the end of an epoch
+  uint64_t epoch = 0;
+  Statistic value;
+  double train_loss = 0, bytes = 0, busy = 0;  // means; busy: compute + encode + decode
+  double seconds_on(double gigabits) const { return busy + bytes * 8 / (gigabits * 1e9); }
+};
+
+struct Series {
+  std::string label;  // the codec, and what tells it from another of the codec in its group
+  std::vector<std::pair<std::string, std::string>> settings;  // name, value: all that the runs have in common
+  std::vector<const Run*> runs;                               // by seed
+  std::vector<const Run*> counted;                            // those that the statistics are over
+  bool partial = false;
+  size_t group = 0;
+
+  Statistic final_value;
+  std::optional<size_t> reference;      // index of the fp32 series
+  std::optional<Statistic> difference;  // over seeds in common
+  double bits = 0, bytes = 0, skipped = 0;
+  Seconds seconds;
+  std::vector<Point> curve;
+  std::optional<size_t> target;  // index into curve: where target_of(reference) is reached
+  std::vector<std::pair<uint64_t, double>> bits_over_time;
+  bool bits_change = false;
+  Measurement layers;  // the last one, means
+
+  const Run& first() const { return *runs.front(); }
+};
+
+struct Group {
+  std::string task, model;
+  Metric metric = Metric::accuracy;
+  std::vector<size_t> series;
+};
+
+struct Comparison {
+  std::vector<Series> series;  // by group; fp32 first, then by falling bits
+  std::vector<Group> groups;
+  std::vector<std::string> varied;  // settings besides the codec that are not the same in all series
+};
+
+// `runs` must outlive the comparison.
+Comparison compare_runs(const std::vector<Run>& runs);
+
+// What a series must reach to count as level with its reference: 0.5 points of accuracy below, 1 % of loss above.
+double target_of(double reference, Metric metric);
+
+}  // namespace gradwire::app

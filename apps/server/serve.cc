@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// `gradwire serve`: a parameter server, until it is told to stop.
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <thread>
+
+#include "cli/command.h"
+#include "cli/console.h"
+#include "cli/interrupts.h"
+#include "cli/options.h"
+#include "gradwire/error.h"
+#include "server/rpc/listen.h"
+#include "server/server_options.h"
+#include "server/watch/watch.h"
+
+namespace gradwire::app {
+namespace {
+
+struct ServeOptions {
+  server::HubOptions hub;
+  server::ListenOptions listen;
+  std::string mode = "sync", watch;
+  bool json = false, exit_when_done = false;
+};
+
+// One line an event: words, or JSON.
+class Journal {
+ public:
+  explicit Journal(bool json) : json_(json) {}
+  void write(nlohmann::json event) const {
+    const std::time_t now = std::time(nullptr);
+    if (json_) {
+      event["time"] = fmt::format("{:%FT%TZ}", fmt::gmtime(now));
+      print(event.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+    } else {
+      std::string line = fmt::format("{:%T}  {}", fmt::localtime(now), event.value("event", ""));
+      for (const auto& [key, value] : event.items())
+        if (key != "event")
+          line += fmt::format("  {} {}", key, value.is_string() ? printable(value.get<std::string>()) : value.dump());
+      print(line + "\n");
+    }
+    std::fflush(stdout);
+  }
+
+ private:
+  // Names come from others.
+  static std::string printable(std::string text) {
+    for (char& c : text)
+      if (static_cast<unsigned char>(c) < ' ' || c == 127) c = '?';
+    return text;
+  }
+  bool json_;
+};
+
+// A thousand connections need a thousand files.
+void raise_file_limit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+void check(const ServeOptions& options) {
+  const std::string& path = options.hub.checkpoint;
+  if (!options.hub.init.empty() && ::access(options.hub.init.c_str(), R_OK) != 0)
+    throw Error(ErrorKind::io, fmt::format("init: {} cannot be read: {}", options.hub.init, std::strerror(errno)),
+                "init");
+  if (path.empty()) return;
+  const size_t slash = path.rfind('/');
+  const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+  if (::access(folder.c_str(), W_OK) != 0)  // better now than at the first checkpoint
+    throw Error(ErrorKind::io, fmt::format("checkpoint: {} cannot be written to: {}", folder, std::strerror(errno)),
+                "checkpoint");
+}
+
+void serve(ServeOptions& options) {
+  const std::atomic<bool>& stop = catch_interrupts();
+  raise_file_limit();
+  const Journal journal(options.json);
+  options.hub.async = options.mode == "async";
+  options.hub.log = [&](const nlohmann::json& event) { journal.write(event); };
+  check(options);
+  server::Hub hub(options.hub);
+  server::Listener listener(hub, options.listen);
+  std::optional<server::Watch> watch;
+  if (!options.watch.empty()) {
+    const server::Address address = server::parse_address(options.watch, "watch");
+    watch.emplace(address.host, address.port, [&] { return hub.status(); });
+    journal.write({{"event", "watch"}, {"page", fmt::format("http://{}:{}/", address.host, watch->port())}});
+  }
+  const server::Address address = server::parse_address(options.listen.address, "listen");
+  journal.write({{"event", "listening"},
+                 {"address", fmt::format("{}:{}", address.host, listener.port())},
+                 {"mode", options.mode},
+                 {"min_workers", options.hub.min_workers}});
+  while (!stop && !(options.exit_when_done && hub.finished()))
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  hub.stop();
+}
+
+}  // namespace
+
+void add_serve(CLI::App& app, Action& action) {
+  CLI::App* command = app.add_subcommand("serve", "Run a parameter server");
+  auto options = std::make_shared<ServeOptions>();
+  ServeOptions& o = *options;
+  const auto text = [&](const char* name, std::string& value, const char* type, const char* meaning) {
+    return command->add_option(name, value, meaning)->type_name(type)->capture_default_str();
+  };
+  const auto seconds = [&](const char* name, double& value, const char* meaning) {
+    command->add_option(name, value, meaning)->type_name("S")->check(CLI::Range(0.01, 1e7))->capture_default_str();
+  };
+  command->option_defaults()->group("Where");
+  text("--listen", o.listen.address, "HOST:PORT", "Where workers connect; port 0: any");
+  text("--watch", o.watch, "HOST:PORT", "Where people look: a page, /metrics for Prometheus, /status.json");
+  add_security(*command, o.listen.security, true);
+  add_whole(*command, "--max-connections", o.listen.max_connections, 1, 100000, "Connections at once");
+
+  command->option_defaults()->group("Who, and how");
+  add_whole(*command, "--min-workers", o.hub.min_workers, 1, 100000, "Steps wait until so many are here");
+  add_whole(*command, "--max-workers", o.hub.max_workers, 1, 100000, "More are sent away");
+  add_choice(*command, "--mode", o.mode, {"sync", "async"}, "sync: steps; async: updates are applied as they come");
+  add_whole(*command, "--staleness", o.hub.staleness, 0, 1000000,
+            "async: steps that a worker may be ahead of the slowest");
+  seconds("--deadline", o.hub.deadline_s, "sync: a step waits so long for the late. async: for the slowest");
+  seconds("--rejoin", o.hub.rejoin_s, "A worker that vanished is given up after");
+  seconds("--return", o.hub.return_s, "After a restart: wait so long for the workers of before");
+  add_whole(*command, "--threads", o.hub.threads, 0, 1024, "Threads that decode and encode; 0: as the machine has");
+  add_whole(*command, "--max-elements", o.hub.limits.max_elements, 1, uint64_t{1} << 40,
+            "Of a model; larger ones are refused");
+
+  command->option_defaults()->group("What is kept");
+  text("--checkpoint", o.hub.checkpoint, "FILE", "Saved here, and resumed from here; a safetensors file");
+  add_whole(*command, "--save-every", o.hub.save_every, 1, 1000000,
+            "Steps between two checkpoints; workers keep so many updates");
+  text("--init", o.hub.init, "FILE", "First weights, a safetensors file; else the first worker brings them");
+  command->add_flag("--exit-when-done", o.exit_when_done, "Stop when all workers have left on purpose");
+  command->add_flag("--json", o.json, "Events as JSON lines");
+  command->option_defaults()->group("Options");
+  command->footer(
+      "Examples:\n"
+      "  gradwire serve --listen 127.0.0.1:7070 --min-workers 2 --checkpoint ps.gwc --watch 127.0.0.1:7071\n"
+      "  gradwire train --server 127.0.0.1:7070 --optimizer qadam --up loggrid:k=2 --down unigrid:bits=8\n"
+      "  gradwire serve --listen 0.0.0.0:7070 --tls-cert s.pem --tls-key s.key --tls-ca ca.pem --token-file token");
+  command->callback([&action, options] { action = [options] { serve(*options); }; });
+}
+
+}  // namespace gradwire::app

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Units of the codec `fft` (Body::fft) on the CPU. They are taken group by group: a group is one unit, or the units of
+// one block where chunks are smaller than a block. What a unit's words are is said in device/fft.h.
+#pragma once
+
+#include "codec/fft/fft_kernels.h"
+
+namespace gradwire {
+
+inline uint32_t fft_group(const FftScheme& s) { return s.chunk < kBlock ? kBlock : s.chunk; }  // elements
+inline uint64_t fft_groups(const FftScheme& s, uint64_t count) { return div_up(count, fft_group(s)); }
+
+// Encodes groups [begin, end) of the span's piece (span.scheme, begin and end are ignored) and adds their words to
+// `check`.
+void encode_fft(const Kernels& kernels, const FftKernels& fft, const FftScheme& scheme, const Span& span,
+                uint64_t begin, uint64_t end, Scratch& scratch, LaneSums& check);
+
+// Null if the units of a group are honest, else the field that lies: "bitmap", "codes", "padding" or "side".
+const char* check_fft(const FftScheme& scheme, const Span& span, uint64_t group);
+
+// Expects units that check_fft() accepts.
+void decode_fft(const Kernels& kernels, const FftKernels& fft, const FftScheme& scheme, const Span& span,
+                uint64_t begin, uint64_t end, Scratch& scratch);
+
+}  // namespace gradwire

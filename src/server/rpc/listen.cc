@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/rpc/listen.h"
+
+#include <fmt/format.h>
+#include <grpcpp/generic/async_generic_service.h>
+#include <grpcpp/resource_quota.h>
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/server.h>
+#include <grpcpp/server_builder.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <list>
+#include <thread>
+
+#include "gradwire/error.h"
+#include "server/bytes.h"
+
+namespace gradwire::server {
+namespace {
+
+grpc::StatusCode code_of(Refusal why) {
+  switch (why) {
+    case Refusal::signature:
+      return grpc::StatusCode::FAILED_PRECONDITION;
+    case Refusal::full:
+      return grpc::StatusCode::RESOURCE_EXHAUSTED;
+    case Refusal::protocol:
+      return grpc::StatusCode::UNIMPLEMENTED;
+    case Refusal::malformed:
+      return grpc::StatusCode::INVALID_ARGUMENT;
+    case Refusal::slow:
+      return grpc::StatusCode::DEADLINE_EXCEEDED;
+    case Refusal::replaced:
+      return grpc::StatusCode::ABORTED;
+    case Refusal::stopping:
+      return grpc::StatusCode::UNAVAILABLE;
+  }
+  return grpc::StatusCode::UNKNOWN;
+}
+
+// One worker's stream as the hub sees it. It may outlive the reactor, which goes when gRPC is done with it.
+class Stream final : public Session, public std::enable_shared_from_this<Stream> {
+ public:
+  Stream(Hub& hub, grpc::ServerGenericBidiReactor* reactor, grpc::GenericCallbackServerContext* context)
+      : hub_(hub), reactor_(reactor), context_(context), peer_(context->peer()), opened_(Clock::now()) {
+    if (peer_.starts_with("ipv4:") || peer_.starts_with("ipv6:")) peer_ = peer_.substr(5);
+  }
+
+  void send(const Frame& frame, const Blob& payload) override {
+    const std::lock_guard lock(mutex_);
+    if (!reactor_ || refusal_) return;
+    queue_.push_back(to_buffer(frame, payload));
+    out_ += queue_.back().Length();
+    waiting_ += queue_.back().Length();
+    if (!writing_) write_next();
+  }
+
+  void refuse(Refusal why, const std::string& words) override {
+    const std::lock_guard lock(mutex_);
+    if (!reactor_ || refusal_) return;
+    refusal_ = grpc::Status(code_of(why), words);
+    // What is on its way goes first; who does not take it is cut off by the sweep.
+    if (writing_) {
+      write_began_ = Clock::now();
+      while (queue_.size() > 1) queue_.pop_back();
+    } else {
+      finish();
+    }
+  }
+  std::string peer() const override { return peer_; }
+  uint64_t bytes_in() const override { return in_; }
+  uint64_t bytes_out() const override { return out_; }
+
+  void read_next() {
+    const std::lock_guard lock(mutex_);
+    if (!reactor_ || finished_) return;
+    if (queue_.size() > kMostWaiting || waiting_ > kMostBytes) {  // it asks, but does not take the answers
+      paused_ = true;
+      return;
+    }
+    reactor_->StartRead(&incoming_);
+  }
+  void read_done(bool ok) {
+    if (!ok) {
+      const std::lock_guard lock(mutex_);
+      if (!refusal_) refusal_ = grpc::Status::OK;  // it has closed its half, or is gone
+      if (!writing_) finish();
+      return;
+    }
+    Blob payload;
+    Frame frame;
+    try {
+      in_ += incoming_.Length();
+      frame = from_buffer(incoming_, payload);
+    } catch (const Error& error) {
+      hub_.count_refusal(error.field() == "protocol"   ? "version"
+                         : error.field() == "oversize" ? "oversize"
+                                                       : "corrupt");
+      refuse(error.field() == "protocol" ? Refusal::protocol : Refusal::malformed, error.what());
+      return;
+    }
+    if (frame.kind == Kind::hello) greeted_ = true;
+    hub_.received(shared_from_this(), frame, std::move(payload), [self = shared_from_this()] { self->read_next(); });
+  }
+  void write_done(bool ok) {
+    const std::lock_guard lock(mutex_);
+    writing_ = false;
+    if (!queue_.empty()) {
+      waiting_ -= queue_.front().Length();
+      queue_.pop_front();
+    }
+    if (!ok) {
+      queue_.clear();
+      if (!refusal_) refusal_ = grpc::Status(grpc::StatusCode::UNAVAILABLE, "the connection is gone");
+    }
+    if (refusal_) return finish();
+    if (!queue_.empty()) write_next();
+    if (paused_ && queue_.size() <= kMostWaiting / 2 && waiting_ <= kMostBytes / 2) {
+      paused_ = false;
+      reactor_->StartRead(&incoming_);
+    }
+  }
+  void done() {
+    {
+      const std::lock_guard lock(mutex_);
+      reactor_ = nullptr;
+      queue_.clear();
+    }
+    hub_.vanished(this);
+  }
+  // Now and then, by a thread that looks after all streams.
+  void sweep(double hello_s, double stall_s) {
+    if (!greeted_ && seconds_since(opened_) > hello_s)
+      return refuse(Refusal::slow, fmt::format("no hello within {:.0f} s", hello_s));
+    const std::lock_guard lock(mutex_);
+    if (reactor_ && writing_ && seconds_since(write_began_) > (refusal_ ? 5 : stall_s)) context_->TryCancel();
+  }
+
+ private:
+  static constexpr size_t kMostWaiting = 4096, kMostBytes = size_t{32} << 20;  // answers, before more is read
+
+  void write_next() {
+    writing_ = true;
+    write_began_ = Clock::now();
+    reactor_->StartWrite(&queue_.front());
+  }
+  void finish() {
+    if (finished_ || !reactor_) return;
+    finished_ = true;
+    reactor_->Finish(*refusal_);
+  }
+
+  Hub& hub_;
+  std::mutex mutex_;
+  grpc::ServerGenericBidiReactor* reactor_;
+  grpc::GenericCallbackServerContext* context_;
+  std::string peer_;
+  Clock::time_point opened_, write_began_;
+  std::atomic<bool> greeted_{false};
+  std::deque<grpc::ByteBuffer> queue_;
+  size_t waiting_ = 0;  // bytes in it
+  bool writing_ = false, finished_ = false, paused_ = false;
+  std::optional<grpc::Status> refusal_;
+  grpc::ByteBuffer incoming_;
+  std::atomic<uint64_t> in_{0}, out_{0};
+};
+
+class Work final : public grpc::ServerGenericBidiReactor {
+ public:
+  Work(Hub& hub, grpc::GenericCallbackServerContext* context, std::function<void(Work*)> over)
+      : hub_(hub), over_(std::move(over)), stream_(std::make_shared<Stream>(hub, this, context)) {
+    hub_.count_connection(1);
+    stream_->read_next();
+  }
+  void OnReadDone(bool ok) override { stream_->read_done(ok); }
+  void OnWriteDone(bool ok) override { stream_->write_done(ok); }
+  void OnDone() override {
+    stream_->done();
+    hub_.count_connection(-1);
+    over_(this);
+    delete this;
+  }
+  const std::shared_ptr<Stream>& stream() const { return stream_; }
+
+ private:
+  Hub& hub_;
+  std::function<void(Work*)> over_;
+  std::shared_ptr<Stream> stream_;
+};
+
+// Says one thing and ends.
+class Answer final : public grpc::ServerGenericBidiReactor {
+ public:
+  explicit Answer(const grpc::Status& status) { Finish(status); }
+  explicit Answer(const nlohmann::json& text) : buffer_(to_buffer({.kind = Kind::notice}, text_blob(text))) {
+    StartWriteAndFinish(&buffer_, grpc::WriteOptions(), grpc::Status::OK);
+  }
+  void OnDone() override { delete this; }
+
+ private:
+  grpc::ByteBuffer buffer_;
+};
+
+// In a time that does not tell how much of it was right.
+bool same_secret(const std::string& a, std::string_view b) {
+  unsigned difference = a.size() == b.size() ? 0 : 1;
+  for (size_t i = 0; i < a.size(); ++i) difference |= static_cast<unsigned char>(a[i] ^ (i < b.size() ? b[i] : 0));
+  return difference == 0;
+}
+
+std::shared_ptr<grpc::ServerCredentials> credentials_of(const Security& security) {
+  if (!security.tls()) return grpc::InsecureServerCredentials();
+  grpc::SslServerCredentialsOptions options(security.authority.empty()
+                                                ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE
+                                                : GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
+  if (security.certificate.empty())
+    throw Error(ErrorKind::usage, "a server with tls-ca needs tls-cert and tls-key too", "tls-cert");
+  options.pem_key_cert_pairs.push_back({read_pem(security.key, "tls-key"), read_pem(security.certificate, "tls-cert")});
+  if (!security.authority.empty()) options.pem_root_certs = read_pem(security.authority, "tls-ca");
+  return grpc::SslServerCredentials(options);
+}
+
+}  // namespace
+
+struct Listener::State final : public grpc::CallbackGenericService {
+  State(Hub& given, const ListenOptions& told)
+      : hub(given), options(told), token(read_token(told.security.token_file)) {}
+
+  grpc::ServerGenericBidiReactor* CreateReactor(grpc::GenericCallbackServerContext* context) override {
+    if (!token.empty()) {
+      const auto found = context->client_metadata().find(kTokenKey);
+      if (found == context->client_metadata().end() ||
+          !same_secret(token, {found->second.data(), found->second.size()})) {
+        hub.count_refusal("token");
+        return new Answer(
+            grpc::Status(grpc::StatusCode::UNAUTHENTICATED, "the token is missing or wrong (--token-file)"));
+      }
+    }
+    if (context->method() == kStatusMethod) return new Answer(hub.status());
+    if (context->method() != kWorkMethod)
+      return new Answer(grpc::Status(grpc::StatusCode::UNIMPLEMENTED, "unknown method"));
+    const std::lock_guard lock(mutex);
+    if (stopping) return new Answer(grpc::Status(grpc::StatusCode::UNAVAILABLE, "the server is stopping"));
+    if (works.size() >= static_cast<size_t>(options.max_connections)) {
+      hub.count_refusal("full");
+      return new Answer(grpc::Status(
+          grpc::StatusCode::RESOURCE_EXHAUSTED,
+          fmt::format("the server is full: it takes {} connections (--max-connections)", options.max_connections)));
+    }
+    auto* work = new Work(hub, context, [this](Work* over) {
+      const std::lock_guard lock(mutex);
+      works.erase(over);
+      idle.notify_all();
+    });
+    works.insert(work);
+    return work;
+  }
+
+  void sweep() {
+    std::unique_lock lock(mutex);
+    while (!stopping) {
+      idle.wait_for(lock, std::chrono::milliseconds(500));
+      std::vector<std::shared_ptr<Stream>> streams;
+      for (Work* work : works) streams.push_back(work->stream());
+      lock.unlock();
+      for (const auto& stream : streams) stream->sweep(options.hello_s, options.stall_s);
+      lock.lock();
+    }
+  }
+
+  Hub& hub;
+  ListenOptions options;
+  std::string token;
+  int port = 0;
+  std::mutex mutex;
+  std::condition_variable idle;
+  std::set<Work*> works;
+  bool stopping = false;
+  std::unique_ptr<grpc::Server> server;
+  std::thread sweeper;
+};
+
+Listener::Listener(Hub& hub, const ListenOptions& options) {
+  keep_grpc_quiet();
+  const Address address = parse_address(options.address, "listen");
+  check_security(options.security, address);
+  state_ = std::make_unique<State>(hub, options);
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort(options.address, credentials_of(options.security), &state_->port);
+  builder.RegisterCallbackGenericService(state_.get());
+  builder.SetMaxReceiveMessageSize(static_cast<int>(kFrameHead + kMaxFrame + 1024));
+  builder.SetMaxSendMessageSize(-1);
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // a taken port is an error, not a share
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 10000);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS,
+                             std::max(1000, static_cast<int>(1000 * options.hello_s)));  // of no call
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, 8);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, 1 << 20);
+  builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, 8192);
+  state_->server = builder.BuildAndStart();
+  if (!state_->server || state_->port == 0)
+    throw Error(
+        ErrorKind::io,
+        fmt::format("listen: {} cannot be had: it is taken, not of this machine, or not permitted{}", options.address,
+                    options.security.tls() ? ", or tls-cert and tls-key do not fit together" : ""),
+        "listen");
+  state_->sweeper = std::thread([this] { state_->sweep(); });
+}
+
+Listener::~Listener() {
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->stopping = true;
+    state_->idle.notify_all();
+  }
+  state_->sweeper.join();
+  state_->server->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(2));
+  state_->server->Wait();
+  std::unique_lock lock(state_->mutex);
+  state_->idle.wait(lock, [this] { return state_->works.empty(); });
+}
+
+int Listener::port() const { return state_->port; }
+
+}  // namespace gradwire::server

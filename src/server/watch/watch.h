@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// Watching a server: a small HTTP port that can be read and nothing else. Everything it shows comes from one object,
+// the status, which the server makes when asked:
+//
+//   /             a live page (with /page.css and /page.js)
+//   /status.json  the status as it is
+//   /metrics      the same for Prometheus (metrics.h)
+//   /healthz      "ok"
+//
+// A status is kept for kFresh, so that any number of pollers cost the server four statuses a second at most. There is
+// no secret in it but the names of workers and files; still, the port says nothing to pages of other origins.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+
+#include "server/watch/watch_http.h"
+
+namespace gradwire::server {
+
+class Watch {
+ public:
+  static constexpr std::chrono::milliseconds kFresh{250};
+
+  // Error{io, "watch"} with address and reason if nobody can listen there; port 0 is any. `status` is called by a
+  // thread of this class, one call at a time; it must not wait for whoever destroys the Watch. If it throws,
+  // /status.json and /metrics answer 503 until it does not.
+  Watch(const std::string& host, int port, std::function<nlohmann::json()> status);
+  int port() const { return http_->port(); }
+
+ private:
+  using Text = std::shared_ptr<const std::string>;
+
+  HttpReply answer(std::string_view path);
+  void refresh();
+
+  // Used by the HTTP thread only.
+  std::function<nlohmann::json()> status_;
+  std::chrono::steady_clock::time_point made_{};
+  Text json_, metrics_;  // null: the status could not be had
+  std::string failure_;
+
+  std::unique_ptr<HttpServer> http_;  // the last member: its thread ends before the rest goes
+};
+
+}  // namespace gradwire::server

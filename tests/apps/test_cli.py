@@ -1,0 +1,614 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program as a user meets it: files in and out, the words of its errors, exit codes, JSON and quiet pipes.
+
+The program is $GRADWIRE_BIN, $GRADWIRE (set by ctest) or build/bin/gradwire.
+"""
+
+import json
+import math
+import os
+import pty
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+PROGRAM = (os.environ.get("GRADWIRE_BIN") or os.environ.get("GRADWIRE")
+           or str(Path(__file__).resolve().parents[2] / "build/bin/gradwire"))
+GOLDEN = Path(__file__).resolve().parents[1] / "wire/golden"
+USAGE, BAD_INPUT, IO, UNSUPPORTED = 2, 3, 4, 5
+
+
+def run(*arguments, code=0, data=None):
+    """Runs the program; checks the exit code and that an error is exactly one line on stderr and nothing else."""
+    done = subprocess.run([PROGRAM, *map(str, arguments)], input=data, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          timeout=120)
+    errors = done.stderr.decode()
+    assert done.returncode == code, f"{arguments} ended with {done.returncode}\n{errors}"
+    if code != 0:
+        assert errors.startswith("gradwire: error: ") and errors.count("\n") == 1, errors
+    return done.stdout, errors
+
+
+def refuse(code, words, *arguments, data=None):
+    _, errors = run(*arguments, code=code, data=data)
+    for word in words:
+        assert str(word) in errors, f"{word!r} is not in: {errors}"
+    return errors
+
+
+def rows(*arguments):
+    out, errors = run(*arguments, "--json")
+    assert errors == "", "a pipe must stay quiet"
+    return [json.loads(line) for line in out.decode().splitlines()]
+
+
+def registered():
+    return [row["codec"] for row in rows("codecs")]
+
+
+CODECS = registered()
+
+
+def gradient(count, seed=1):
+    generator = np.random.default_rng(seed)
+    return (generator.standard_normal(count) * generator.choice([1e-3, 1e-2], count)).astype("<f4")
+
+
+def error_of(exact, approximate):
+    exact, approximate = exact.astype("f8").ravel(), approximate.astype("f8").ravel()
+    return float(((exact - approximate) ** 2).sum() / (exact ** 2).sum())
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def frame(folder):
+    """g.npy and its frame g.gw."""
+    np.save("g.npy", gradient(5000))
+    run("encode", "--codec", "qsgd:bits=4", "--seed", 1, "--step", 7, "--name", "layer.weight", "g.npy", "g.gw")
+    return folder
+
+
+# Round trips through files ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", ["<f4", "<f2"])
+def test_round_trip_of_every_codec_and_npy_type(folder, codec, dtype):
+    x = gradient(70001).astype(dtype)
+    np.save("g.npy", x)
+    run("encode", "--codec", codec, "g.npy", "g.gw")
+    run("decode", "g.gw", "back.npy")
+    back = np.load("back.npy")
+    assert back.dtype == np.dtype(dtype) and back.shape == (70001,)
+    # What a step may lose at most on this data: the rest of the energy for selectors, a full step for coarse grids.
+    limit = {"fp32": 0, "fp16": 1e-6, "bf16": 1e-5, "qsgd": 0.5, "terngrad": 10, "onebit": 1, "topk": 1}.get(codec, 10)
+    assert error_of(x, back) <= limit
+    assert sorted(os.listdir()) == ["back.npy", "g.gw", "g.npy"]
+
+
+def test_same_seed_same_bytes_and_other_key_other_bytes(folder):
+    np.save("g.npy", gradient(5000))
+    frames = set()
+    for key in [("--seed", 1), ("--seed", 2), ("--step", 3), ("--name", "other")]:
+        for name in "a.gw", "b.gw":
+            run("encode", "--codec", "qsgd:bits=4", *key, "g.npy", name)
+        assert Path("a.gw").read_bytes() == Path("b.gw").read_bytes()
+        frames.add(Path("a.gw").read_bytes()[-2000:])  # the codes alone, not the head that holds step and name
+    assert len(frames) == 4
+
+
+def test_threads_and_simd_do_not_change_the_bytes(folder):
+    np.save("g.npy", gradient(300000))
+    targets = rows("doctor")[0]["simd_targets"] + ["scalar"]
+    for codec in CODECS:
+        frames = set()
+        for simd in targets:
+            run("encode", "--codec", codec, "--threads", 3, "--simd", simd, "g.npy", "g.gw")
+            frames.add(Path("g.gw").read_bytes())
+        assert len(frames) == 1, codec
+
+
+def test_any_shape_and_order_is_flattened_as_it_is_stored(folder):
+    x = gradient(24).reshape(2, 3, 4)
+    np.save("c.npy", x)
+    np.save("f.npy", np.asfortranarray(x))
+    np.save("scalar.npy", x[0, 0, 0])
+    np.save("empty.npy", np.zeros((0, 5), "<f4"))
+    flat = x.ravel()
+    for name, expected in [("c", flat), ("f", x.ravel(order="F")), ("scalar", flat[:1]), ("empty", flat[:0])]:
+        run("encode", "--codec", "fp32", f"{name}.npy", "g.gw")
+        run("decode", "g.gw", "back.npy")
+        assert np.array_equal(np.load("back.npy"), expected), name
+
+
+def test_npy_of_every_version_is_read(folder):
+    x = gradient(10)
+    for version in (1, 0), (2, 0), (3, 0):
+        with open("g.npy", "wb") as file:
+            np.lib.format.write_array(file, x, version=version)
+        run("encode", "--codec", "fp32", "g.npy", "g.gw")
+        run("decode", "g.gw", "back.npy")
+        assert np.array_equal(np.load("back.npy"), x)
+
+
+def test_raw_floats_of_every_type(folder):
+    x = gradient(1000)
+    bf16 = (x.view("<u4") >> 16).astype("<u2")
+    for dtype, raw in [("f32", x.tobytes()), ("f16", x.astype("<f2").tobytes()), ("bf16", bf16.tobytes())]:
+        Path("g.bin").write_bytes(raw)
+        run("encode", "--codec", "fp32", "--dtype", dtype, "g.bin", "g.gw")
+        run("decode", "g.gw", "back.bin")
+        assert Path("back.bin").read_bytes() == raw, dtype
+    _, note = run("decode", "g.gw", "back.npy")  # bf16, which .npy cannot hold
+    assert "written as float32" in note
+    assert np.array_equal(np.load("back.npy").view("<u4"), bf16.astype("<u4") << 16)
+
+
+def test_decode_converts_and_rounds_to_nearest_even(folder):
+    x = np.array([1, -2.5, 1 + 2**-11, 1 + 3 * 2**-11, 65504, 65520, 1e-8, 2**-24, 3e-6, 0, -0.0], "<f4")
+    np.save("g.npy", x)
+    run("encode", "--codec", "fp32", "g.npy", "g.gw")
+    _, note = run("decode", "--dtype", "f16", "g.gw", "half.npy")
+    assert "1 element is too large for f16" in note
+    with np.errstate(over="ignore"):
+        assert np.load("half.npy").tobytes() == x.astype("<f2").tobytes()
+    run("decode", "--dtype", "bf16", "g.gw", "brain.bin")
+    bits = x.view("<u4").astype("u8")
+    assert Path("brain.bin").read_bytes() == ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").tobytes()
+    half = np.load("half.npy")
+    np.save("half.npy", half[np.isfinite(half)])
+    run("encode", "--codec", "fp32", "half.npy", "half.gw")
+    run("decode", "--dtype", "f32", "half.gw", "wide.npy")
+    assert np.array_equal(np.load("wide.npy"), half[np.isfinite(half)].astype("<f4"))
+
+
+def test_a_unit_with_nan_decodes_to_nan_and_the_others_do_not_notice(folder):
+    x = gradient(4096)
+    x[5] = np.inf
+    np.save("g.npy", x)
+    run("encode", "--codec", "qsgd:bits=8,bucket=1024", "g.npy", "g.gw")
+    run("decode", "g.gw", "back.npy")
+    back = np.load("back.npy")
+    assert np.isnan(back[:1024]).all() and np.isfinite(back[1024:]).all()
+
+
+def test_dash_is_standard_input_and_output(folder):
+    x = gradient(100)
+    np.save("g.npy", x)
+    message, _ = run("encode", "--codec", "fp32", "-", "-", data=Path("g.npy").read_bytes())
+    raw, _ = run("decode", "-", "-", data=message)
+    assert raw == x.tobytes()
+    out, _ = run("inspect", "-", data=message)
+    assert b"fp32" in out
+
+
+def test_a_device_as_output_is_written_to_and_not_replaced(folder):
+    os.mkfifo("pipe")
+    np.save("g.npy", gradient(100))
+    reader = subprocess.Popen(["cat", "pipe"], stdout=subprocess.PIPE)
+    run("encode", "--codec", "fp32", "g.npy", "pipe")
+    run("encode", "--codec", "fp32", "g.npy", "g.gw")
+    assert reader.communicate(timeout=10)[0] == Path("g.gw").read_bytes()
+    assert Path("pipe").is_fifo()
+
+
+# Bad input ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec, words", [
+    ("qsdg", ["qsdg", "qsgd", "topk"]),
+    ("qsgd:bit=4", ["bit", "bits", "bucket"]),
+    ("qsgd:bits=9", ["bits", "9", "2", "8"]),
+    ("qsgd:bits=four", ["bits", "four"]),
+    ("qsgd:bucket=1000", ["bucket", "1000", "power of two"]),
+    ("qsgd:norm=l3", ["norm", "l3", "max", "l2"]),
+    ("topk:ratio=0", ["ratio", "0"]),
+    ("", ["codec"]),
+])
+def test_a_wrong_codec_is_refused_by_field_value_and_what_is_allowed(folder, spec, words):
+    np.save("g.npy", gradient(10))
+    for command in [("encode", "--codec", spec, "g.npy", "g.gw"), ("bench", "codec", "--codec", spec),
+                    ("bench", "threads", "--codec", spec), ("bench", "collective", "--codec", spec)]:
+        refuse(USAGE, words, *command)
+    assert os.listdir() == ["g.npy"]
+
+
+@pytest.mark.parametrize("arguments, words", [
+    ([], ["--help"]),
+    (["compress"], ["compress", "--help"]),
+    (["encode", "g.npy", "g.gw"], ["--codec", "encode --help"]),
+    (["encode", "--codec", "fp32", "g.npy"], ["OUT"]),
+    (["encode", "--codec", "fp32", "--level", "3", "g.npy", "g.gw"], ["--level"]),
+    (["encode", "--codec", "fp32", "--seed", "x", "g.npy", "g.gw"], ["--seed", "x"]),
+    (["encode", "--codec", "fp32", "--seed", "-1", "g.npy", "g.gw"], ["--seed", "-1"]),
+    (["encode", "--codec", "fp32", "--threads", "0", "g.npy", "g.gw"], ["--threads", "0", "1"]),
+    (["encode", "--codec", "fp32", "--simd", "mmx", "g.npy", "g.gw"], ["mmx"]),
+    (["encode", "--codec", "fp32", "--device", "tpu", "g.npy", "g.gw"], ["--device", "tpu", "cpu", "cuda"]),
+    (["encode", "--codec", "fp32", "--dtype", "f64", "g.bin", "g.gw"], ["--dtype", "f64", "bf16"]),
+    (["encode", "--codec", "fp32", "--dtype", "f32", "g.npy", "g.gw"], ["--dtype", "g.npy"]),
+    (["encode", "--codec", "fp32", "g.bin", "g.gw"], ["g.bin", "--dtype"]),
+    (["bench"], ["bench --help"]),
+    (["bench", "codec", "--elements", "0"], ["--elements", "0"]),
+    (["bench", "codec", "--pairs", "0"], ["--pairs", "0"]),
+    (["bench", "collective", "--world", "0"], ["--world", "0"]),
+    (["bench", "collective", "--method", "ring"], ["--method", "ring", "scatter"]),
+    (["bench", "collective", "--engine", "nccl"], ["--engine", "nccl", "loopback"]),
+    (["demo", "--world", "-2"], ["--world", "-2"]),
+])
+def test_wrong_usage_is_one_line_that_names_the_option(folder, arguments, words):
+    np.save("g.npy", gradient(10))
+    Path("g.bin").write_bytes(bytes(40))
+    refuse(USAGE, words, *arguments)
+    assert sorted(os.listdir()) == ["g.bin", "g.npy"]
+
+
+def test_files_that_cannot_be_read_or_written(frame):
+    refuse(IO, ["absent.npy"], "encode", "--codec", "fp32", "absent.npy", "x.gw")
+    refuse(IO, ["absent.gw"], "decode", "absent.gw", "x.npy")
+    refuse(IO, ["absent.gw"], "inspect", "absent.gw")
+    refuse(IO, ["."], "inspect", ".")
+    refuse(IO, ["nowhere/x.gw"], "encode", "--codec", "fp32", "g.npy", "nowhere/x.gw")
+    refuse(IO, ["/dev/full"], "decode", "g.gw", "/dev/full")
+    assert sorted(os.listdir()) == ["g.gw", "g.npy"]
+
+
+def test_an_old_output_survives_a_failure(frame):
+    Path("back.npy").write_bytes(b"precious")
+    Path("bad.gw").write_bytes(Path("g.gw").read_bytes()[:-1])
+    refuse(BAD_INPUT, [], "decode", "bad.gw", "back.npy")
+    assert Path("back.npy").read_bytes() == b"precious"
+
+
+def npy(header, data=b"", version=b"\x01\x00"):
+    header = header.encode()
+    return b"\x93NUMPY" + version + len(header).to_bytes(2, "little") + header + data
+
+
+GOOD = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }\n"
+
+
+@pytest.mark.parametrize("content, code, words", [
+    (b"", BAD_INPUT, ["magic"]),
+    (b"\x93NUMPY\x01", BAD_INPUT, ["header"]),
+    (b"\x93NUMPY\x04\x00\x00\x00", BAD_INPUT, ["version", "4"]),
+    (b"\x93NUMPY\x01\x00\xff\xff{", BAD_INPUT, ["header", "65535"]),
+    (b"\x93NUMPY\x02\x00\xff\xff\xff\xff{", BAD_INPUT, ["header"]),
+    (npy(GOOD, bytes(7)), BAD_INPUT, ["shape", "7"]),
+    (npy(GOOD, bytes(9)), BAD_INPUT, ["shape", "9"]),
+    (npy("{"), BAD_INPUT, ["header"]),
+    (npy("{'descr': '<f4', 'fortran_order': False}"), BAD_INPUT, ["shape"]),
+    (npy("{'descr': '<f4', 'shape': (0,)}"), BAD_INPUT, ["fortran_order"]),
+    (npy("{'fortran_order': False, 'shape': (0,)}"), BAD_INPUT, ["descr"]),
+    (npy(GOOD.replace("(2,)", "(-2,)"), bytes(8)), BAD_INPUT, ["shape"]),
+    (npy(GOOD.replace("(2,)", "(2"), bytes(8)), BAD_INPUT, ["shape"]),
+    (npy(GOOD.replace("(2,)", "(99999999999999999999,)"), bytes(8)), BAD_INPUT, ["shape"]),
+    (npy(GOOD.replace("(2,)", "(4294967296, 4294967296)"), bytes(8)), BAD_INPUT, ["shape"]),
+    (npy(GOOD.replace("(2,)", "(4611686018427387904,)"), b""), BAD_INPUT, ["shape"]),
+    (npy(GOOD.replace("False", "Maybe"), bytes(8)), BAD_INPUT, ["fortran_order"]),
+    (npy(GOOD.replace("}", "} 1"), bytes(8)), BAD_INPUT, ["header"]),
+    (npy(GOOD.replace("<f4", "<f8"), bytes(16)), USAGE, ["descr", "<f8", "<f4", "<f2"]),
+    (npy(GOOD.replace("<f4", ">f4"), bytes(8)), USAGE, ["descr", ">f4"]),
+    (npy(GOOD.replace("<f4", "<i4"), bytes(8)), USAGE, ["descr", "<i4"]),
+    (npy(GOOD.replace("'<f4'", "[('a', '<f4')]"), bytes(8)), USAGE, ["descr"]),
+])
+def test_a_bad_npy_is_refused_by_field(folder, content, code, words):
+    Path("g.npy").write_bytes(content)
+    refuse(code, ["g.npy", *words], "encode", "--codec", "fp32", "g.npy", "g.gw")
+    assert os.listdir() == ["g.npy"]
+
+
+def test_raw_input_must_be_whole_elements(folder):
+    Path("g.bin").write_bytes(bytes(7))
+    refuse(BAD_INPUT, ["g.bin", "7", "f16"], "encode", "--codec", "fp32", "--dtype", "f16", "g.bin", "g.gw")
+
+
+def test_a_truncated_frame_is_refused_and_leaves_nothing(frame):
+    whole = Path("g.gw").read_bytes()
+    for length in [0, 1, 7, 20, 40, 60, 100, len(whole) // 2, len(whole) - 1]:
+        Path("bad.gw").write_bytes(whole[:length])
+        for command in [("decode", "bad.gw", "back.npy"), ("inspect", "bad.gw")]:
+            refuse(BAD_INPUT, ["bad.gw"], *command)
+    Path("bad.gw").write_bytes(whole + b"\0")
+    refuse(BAD_INPUT, [], "decode", "bad.gw", "back.npy")
+    assert sorted(os.listdir()) == ["bad.gw", "g.gw", "g.npy"]
+
+
+def test_an_altered_frame_is_refused_and_leaves_nothing(frame):
+    whole = Path("g.gw").read_bytes()
+    for place in [0, 4, 9, 16, 33, len(whole) // 2, len(whole) - 1]:
+        altered = bytearray(whole)
+        altered[place] ^= 0x10
+        Path("bad.gw").write_bytes(altered)
+        refuse(BAD_INPUT, [], "decode", "bad.gw", "back.npy")
+    refuse(BAD_INPUT, ["body_check"], "decode", "bad.gw", "back.npy")
+    assert sorted(os.listdir()) == ["bad.gw", "g.gw", "g.npy"]
+    # inspect still shows the head of a frame whose body alone is wrong
+    done = subprocess.run([PROGRAM, "inspect", "--json", "bad.gw"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert done.returncode == BAD_INPUT
+    assert json.loads(done.stdout)["body_check_verdict"] == "wrong"
+
+
+def test_max_elements_is_checked_before_memory_is_taken(frame):
+    refuse(BAD_INPUT, ["5000", "4999"], "decode", "--max-elements", 4999, "g.gw", "back.npy")
+    assert not Path("back.npy").exists()
+    run("decode", "--max-elements", 5000, "g.gw", "back.npy")
+
+
+def test_cuda_is_refused_clearly_where_there_is_none(frame):
+    if rows("doctor")[0]["cuda_devices"] > 0:
+        run("encode", "--codec", "qsgd:bits=4", "--seed", 1, "--step", 7, "--name", "layer.weight", "--device", "cuda",
+            "g.npy", "c.gw")
+        assert Path("c.gw").read_bytes() == Path("g.gw").read_bytes()
+    else:
+        refuse(UNSUPPORTED, ["cuda"], "encode", "--codec", "fp32", "--device", "cuda", "g.npy", "c.gw")
+        assert not Path("c.gw").exists()
+
+
+def test_a_tensor_of_a_message_with_several_is_chosen(folder):
+    message = GOLDEN / "mixed.gw"
+    tensors = rows("inspect", message)[0]["tensors"]
+    assert len(tensors) > 1
+    refuse(USAGE, ["--tensor", len(tensors)], "decode", message, "back.npy")
+    refuse(USAGE, ["--tensor", len(tensors)], "decode", "--tensor", len(tensors), message, "back.npy")
+    assert os.listdir() == []
+    for tensor in tensors:
+        run("decode", "--tensor", tensor["index"], "--dtype", "f32", message, "back.npy")
+        assert np.load("back.npy").shape == (tensor["count"],)
+    page = run("inspect", message)[0].decode()
+    for tensor in tensors:
+        assert tensor["name_hash"] in page and tensor["codec"] in page
+
+
+# What is shown ------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_names_every_field(frame):
+    row, = rows("inspect", "g.gw")
+    assert row["magic"] == "GWIR" and row["flags"] == 0 and row["spec_count"] == row["tensor_count"] == 1
+    assert row["version"] == 1 and row["step"] == 7 and row["stage"] == 0 and row["rank"] == 0 and row["world"] == 1
+    assert row["total_bytes"] == os.path.getsize("g.gw") and row["elements"] == 5000
+    assert row["head_check_verdict"] == "ok" and row["body_check_verdict"] == "ok"
+    assert math.isclose(row["bits_per_element"], 8 * row["total_bytes"] / 5000)
+    tensor, = row["tensors"]
+    assert tensor["count"] == 5000 and tensor["dtype"] == "f32" and tensor["unit"] == 1024 and tensor["first"] == 0
+    assert tensor["codec"].startswith("qsgd:bits=4,") and int(tensor["name_hash"], 16) != 0
+    page, errors = run("inspect", "g.gw")
+    assert errors == ""
+    for word in ["version", "step", "stage", "rank", "checksum", "ok", "5,000", "bits per element", tensor["codec"],
+                 "1,024 elements", "f32", tensor["name_hash"]]:
+        assert word in page.decode(), word
+
+
+@pytest.fixture
+def laplace(folder):
+    rng = np.random.default_rng(5)
+    path = folder / "laplace.npy"
+    np.save(path, (rng.laplace(size=70000) * 0.01).astype("f4"))
+    return path
+
+
+def tables(path):
+    return json.loads(run("inspect", "--json", path)[0])["tensors"][0]
+
+
+def test_encode_fits_codecs_that_learn_and_inspect_shows_it(folder, laplace):
+    for codec, word in (("optquant:bits=3", "levels"), ("casq:bits=2", "thresholds"), ("dqsgd:budget=5", "bits"), ("rangefloat:bits=8", "mantissa"),
+                        ("fft:theta=0.85", "theta")):
+        run("encode", "--codec", codec, laplace, folder / "f.gw")
+        tensor = tables(folder / "f.gw")
+        assert tensor["table"] and word in tensor["fitted"][0], codec
+        assert word in run("inspect", folder / "f.gw")[0].decode()
+        run("encode", "--no-fit", "--codec", codec, laplace, folder / "n.gw")
+        assert tables(folder / "n.gw")["table"] == []
+        run("decode", folder / "f.gw", folder / "b.npy")
+        x, y = np.load(laplace), np.load(folder / "b.npy")
+        assert np.sum((x - y) ** 2) < (0.7 if codec.startswith("fft") else 0.5) * np.sum(x ** 2), codec
+
+
+def test_fitted_levels_beat_the_defaults(folder, laplace):
+    x = np.load(laplace)
+    errors = []
+    for option in [], ["--no-fit"]:
+        run("encode", *option, "--codec", "optquant:bits=2,mode=biased", laplace, folder / "f.gw")
+        run("decode", folder / "f.gw", folder / "b.npy")
+        errors.append(np.sum((x - np.load(folder / "b.npy")) ** 2))
+    assert errors[0] < 0.8 * errors[1]
+
+
+def test_a_gradient_of_zeros_costs_a_header(folder):
+    np.save(folder / "zeros.npy", np.zeros(100000, "f4"))
+    run("encode", "--codec", "dqsgd", folder / "zeros.npy", folder / "z.gw")
+    assert (folder / "z.gw").stat().st_size < 300
+    run("decode", folder / "z.gw", folder / "b.npy")
+    assert not np.load(folder / "b.npy").any()
+
+
+def test_packed_files_are_smaller_and_the_same(folder, laplace):
+    if b"(Zstandard)" not in run("doctor")[0]:
+        pytest.skip("this build has no Zstandard")
+    run("encode", "--codec", "casq:bits=2", laplace, folder / "a.gw")
+    run("encode", "--pack", "--codec", "casq:bits=2", laplace, folder / "p.gw")
+    plain, packed = (folder / "a.gw").read_bytes(), (folder / "p.gw").read_bytes()
+    assert len(packed) < 0.95 * len(plain)
+    run("decode", folder / "a.gw", folder / "a.npy")
+    run("decode", folder / "p.gw", folder / "p.npy")
+    assert (folder / "a.npy").read_bytes() == (folder / "p.npy").read_bytes()
+    assert run("inspect", folder / "p.gw")[0].split(b"\n", 1)[1] == run("inspect", folder / "a.gw")[0].split(b"\n", 1)[1]
+    for name, content in ("cut", packed[:-9]), ("long", packed + b"x"), ("changed", packed[:40] + bytes([packed[40] ^ 1]) + packed[41:]):
+        (folder / name).write_bytes(content)
+        refuse(3, "bad message", "decode", folder / name, folder / "x.npy")
+        assert not (folder / "x.npy").exists()
+    refuse(3, "limit", "decode", "--max-elements", "100", folder / "p.gw", folder / "x.npy")
+
+
+def test_a_packed_bomb_is_refused_before_memory_is_taken(folder):
+    if b"(Zstandard)" not in run("doctor")[0]:
+        pytest.skip("this build has no Zstandard")
+    # A frame that claims 2^40 bytes of content and holds none.
+    (folder / "bomb.gw").write_bytes(bytes.fromhex("28b52ffd") + bytes([0xe0]) + (1 << 40).to_bytes(8, "little") + b"\x01\x00\x00")
+    refuse(3, "packed size", "decode", folder / "bomb.gw", folder / "x.npy")
+    refuse(3, "packed size", "inspect", folder / "bomb.gw")
+
+
+def test_decoding_to_another_type_rounds_once(folder):
+    x = np.linspace(-1, 1, 3000).astype("f2")
+    np.save(folder / "h.npy", x)
+    run("encode", "--codec", "unigrid:bits=12", folder / "h.npy", folder / "h.gw")
+    run("decode", "--dtype", "f32", folder / "h.gw", folder / "s.npy")
+    run("decode", folder / "h.gw", folder / "b.npy")
+    single, back = np.load(folder / "s.npy"), np.load(folder / "b.npy")
+    assert single.dtype == np.float32 and back.dtype == np.float16
+    assert np.any(single != single.astype("f2").astype("f4")), "f32 keeps what f16 cannot hold"
+    assert np.array_equal(single.astype("f2"), back)
+
+
+def test_codecs_lists_the_registry_with_parameters():
+    assert {"fp32", "fp16", "bf16", "qsgd", "terngrad", "onebit", "topk"} <= set(CODECS)
+    page = run("codecs")[0].decode()
+    for row in rows("codecs"):
+        assert row["summary"] and row["example"] and row["spec"].startswith(row["codec"])
+        assert row["bits_per_element"] > 0
+        assert row["example"] in page and row["summary"] in page
+        for parameter in row["parameters"]:
+            assert parameter["allowed"] and parameter["meaning"] and parameter["default"]
+            assert f"{parameter['name']}={parameter['default']}" in row["spec"]
+            assert parameter["allowed"] in page
+
+
+def test_doctor_says_what_there_is():
+    row, = rows("doctor")
+    assert row["cores"] >= 1 and row["simd_chosen"] in row["simd_targets"] + ["scalar"]
+    assert "loopback" in row["engines"] and ("mpi" in row["engines"]) == row["mpi_built"]
+    assert row["cuda_built"] or row["cuda_devices"] == 0
+    for item in row["missing"]:
+        assert item["what"] and item["line"]
+    page = run("doctor")[0].decode()
+    for word in ["SIMD", "CUDA", "MPI", "torch", row["simd_chosen"]]:
+        assert word in page
+
+
+@pytest.mark.parametrize("command", [[], ["codecs"], ["encode"], ["inspect"], ["decode"], ["bench"], ["bench", "codec"],
+                                     ["bench", "threads"], ["bench", "collective"], ["doctor"], ["demo"]])
+def test_help_at_every_level_shows_an_example(command):
+    out, errors = run(*command, "--help")
+    assert errors == ""
+    assert "Example" in out.decode() and " ".join(["gradwire", *command]) in out.decode()
+
+
+def test_version():
+    assert run("--version")[0].decode().startswith("gradwire 0.")
+
+
+# Measurements -------------------------------------------------------------------------------------------------------
+
+CODEC_FIELDS = ("codec device threads dtype elements bits_per_element relative_error encode_GBps feedback_encode_GBps "
+                "decode_GBps copy_GBps limit_fraction_encode limit_fraction_feedback limit_fraction_decode").split()
+COLLECTIVE_FIELDS = ("collective codec engine world elements time_s fp32_time_s bytes_sent bytes_sent_fp32 "
+                     "relative_error identical").split()
+
+
+def test_bench_codec_ranges_over_the_registry_with_the_promised_names():
+    found = rows("bench", "codec", "--codec", "all", "--elements", 40000, "--pairs", 3)
+    assert [row["codec"] for row in found] == CODECS
+    for row in found:
+        assert list(row)[:len(CODEC_FIELDS)] == CODEC_FIELDS
+        assert row["device"] == "cpu" and row["threads"] == 1 and row["dtype"] == "f32" and row["elements"] == 40000
+        assert all(row[name] > 0 for name in CODEC_FIELDS[7:])
+        assert 0 < row["bits_per_element"] < 33 and 0 <= row["relative_error"] < 10
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_bench_codec_takes_other_types_threads_and_targets(dtype):
+    row, = rows("bench", "codec", "--codec", "qsgd:bits=8", "--elements", 300007, "--pairs", 2, "--dtype", dtype,
+                "--threads", 2, "--simd", "scalar", "--residual", "bf16")
+    assert row["dtype"] == dtype and row["threads"] == 2 and 0 < row["relative_error"] < 0.01
+
+
+def test_bench_codec_of_a_list_compares_with_one_tensor():
+    row, = rows("bench", "codec", "--codec", "qsgd:bits=4", "--list", "resnet50", "--pairs", 1)
+    assert row["elements"] == 25557032 and row["list"] == "resnet50"
+    assert row["encode_list_ratio"] > 0 and row["decode_list_ratio"] > 0
+
+
+def test_bench_codec_may_be_given_several_codecs_and_prints_a_table():
+    out, errors = run("bench", "codec", "--codec", "fp16", "--codec", "topk", "--elements", 5000, "--pairs", 1)
+    assert errors == "" and b"fp16" in out and b"topk" in out and b"bits/element" in out
+
+
+def test_bench_threads_reports_scaling_against_a_compute_loop():
+    row, = rows("bench", "threads", "--threads", 2, "--elements", 100000, "--pairs", 2)
+    for name in "compute_scaling", "scaling_encode", "scaling_decode", "gain_encode":
+        assert row[name] > 0
+
+
+@pytest.mark.parametrize("method", ["gather", "scatter"])
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_bench_collective_on_loopback(method, world):
+    row, = rows("bench", "collective", "--codec", "qsgd:bits=4", "--engine", "loopback", "--world", world,
+                "--elements", 200003, "--method", method, "--steps", 2)
+    assert list(row)[:len(COLLECTIVE_FIELDS)] == COLLECTIVE_FIELDS
+    assert row["collective"] == method and row["world"] == world and row["elements"] == 200003
+    assert row["identical"] is True and row["time_s"] > 0 and row["fp32_time_s"] > 0
+    assert 0 < row["relative_error"] < 0.5
+    if world == 1:
+        assert row["bytes_sent"] == row["bytes_sent_fp32"] == 0
+    else:
+        ideal = 2 * (world - 1) / world * 4 * 200003
+        assert ideal <= row["bytes_sent_fp32"] < 1.1 * ideal + 4096
+        assert row["bytes_sent"] < row["bytes_sent_fp32"]
+
+
+def test_four_bit_scatter_moves_at_most_a_seventh():
+    row, = rows("bench", "collective", "--codec", "qsgd:bits=4", "--world", 4, "--elements", 2000000, "--steps", 1)
+    assert row["bytes_sent"] * 7 <= row["bytes_sent_fp32"]
+
+
+def test_fp32_through_the_collective_is_the_mean():
+    row, = rows("bench", "collective", "--codec", "fp32", "--world", 3, "--elements", 10007, "--steps", 1)
+    assert row["relative_error"] < 1e-12
+
+
+def test_bench_collective_on_mpi():
+    doctor = rows("doctor")[0]
+    command = ["bench", "collective", "--engine", "mpi", "--elements", "50021", "--steps", "2", "--json"]
+    if not doctor["mpi_built"]:
+        refuse(UNSUPPORTED, ["mpi"], *command)
+        return
+    environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                   "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none",
+                   "OMPI_MCA_btl": "self,vader", "ASAN_OPTIONS": "detect_leaks=0"}
+    done = subprocess.run(["mpirun", "-n", "3", PROGRAM, *command], stdout=subprocess.PIPE, env=environment,
+                          timeout=100)
+    row = json.loads(done.stdout)
+    assert done.returncode == 0 and row["engine"] == "mpi" and row["world"] == 3 and row["identical"] is True
+    done = subprocess.run(["mpirun", "-n", "2", PROGRAM, *command, "--world", "3"], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, env=environment, timeout=100)
+    assert done.returncode == USAGE and b"--world 3" in done.stderr and done.stdout == b""
+
+
+# Terminals and pipes ------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_shown_on_a_terminal_and_cleared():
+    master, slave = pty.openpty()
+    done = subprocess.run([PROGRAM, "bench", "codec", "--codec", "fp16", "--elements", "1000", "--pairs", "2"],
+                          stdout=subprocess.PIPE, stderr=slave, timeout=60)
+    os.close(slave)
+    shown = os.read(master, 65536).decode()
+    os.close(master)
+    assert done.returncode == 0 and "round 2 of 2" in shown
+    assert shown.endswith("\r\033[K"), "the line is gone when the work ends"
+    assert b"\r" not in done.stdout
+
+
+def test_a_closed_output_is_an_error_and_not_a_success():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([PROGRAM, "codecs"], stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == IO and done.stderr.count(b"\n") == 1

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// A place to run a plan on: the reference loop, each vector target of this processor, and a GPU where there is one. Hides
+// where memory lives, so that one test speaks for every device.
+#pragma once
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/bits.h"
+#include "device/memory.h"
+#include "gradwire/runner.h"
+
+namespace gradwire::test {
+
+using Raw = std::vector<std::byte>;  // a tensor's bytes, in its own element type
+
+inline Raw raw_of(const std::vector<float>& values, DType dtype = DType::f32) {
+  Raw raw(values.size() * bytes_of(dtype));
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (dtype == DType::f32) {
+      std::memcpy(raw.data() + i * 4, &values[i], 4);
+    } else {
+      const uint16_t h = dtype == DType::f16 ? f32_to_f16(values[i]) : f32_to_bf16(values[i]);
+      std::memcpy(raw.data() + i * 2, &h, 2);
+    }
+  }
+  return raw;
+}
+
+inline std::vector<float> values_of(const Raw& raw, DType dtype = DType::f32) {
+  std::vector<float> values(raw.size() / bytes_of(dtype));
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (dtype == DType::f32) {
+      std::memcpy(&values[i], raw.data() + i * 4, 4);
+    } else {
+      uint16_t h;
+      std::memcpy(&h, raw.data() + i * 2, 2);
+      values[i] = dtype == DType::f16 ? f16_to_f32(h) : bf16_to_f32(h);
+    }
+  }
+  return values;
+}
+
+struct Feedback {
+  std::vector<Raw> before;  // one a tensor
+  DType dtype = DType::f32;
+  float loss_scale = 1;
+};
+
+class Bed {
+ public:
+  explicit Bed(Device device) : device_(device), memory_(memory_of(device)) {}
+
+  std::string name() const {
+    if (device_.kind == Device::Kind::cuda) return "cuda";
+    return (device_.simd.empty() ? "best" : device_.simd) +
+           (device_.threads > 1 ? "x" + std::to_string(device_.threads) : "");
+  }
+  const Device& device() const { return device_; }
+
+  // With feedback, `after` gets the new residuals.
+  Raw encode(const Plan& plan, const std::vector<Raw>& tensors, const Stamp& stamp, const Feedback* feedback = nullptr,
+             std::vector<Raw>* after = nullptr) const {
+    auto runner = make_runner(plan, device_);
+    std::vector<Buffer> in, before, next;
+    std::vector<const void*> in_p, before_p;
+    std::vector<void*> after_p;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      in.push_back(upload(tensors[i]));
+      in_p.push_back(in.back().get());
+      if (feedback) {
+        before.push_back(upload(feedback->before[i]));
+        next.push_back(upload(Raw(feedback->before[i].size(), std::byte{0xee})));
+        before_p.push_back(before.back().get());
+        after_p.push_back(next.back().get());
+      }
+    }
+    Buffer message = upload(Raw(plan.message_bytes(), std::byte{0xdd}));
+    const std::span<std::byte> bytes(static_cast<std::byte*>(message.get()), plan.message_bytes());
+    if (feedback) {
+      const Residuals residuals{before_p, after_p, feedback->dtype, feedback->loss_scale};
+      runner->encode(in_p, stamp, bytes, &residuals);
+    } else {
+      runner->encode(in_p, stamp, bytes);
+    }
+    runner->wait();
+    if (feedback && after) {
+      after->clear();
+      for (size_t i = 0; i < tensors.size(); ++i) after->push_back(download(next[i], feedback->before[i].size()));
+    }
+    return download(message, plan.message_bytes());
+  }
+
+  // Outputs start as `start` (or as 0xcc everywhere, so that an element nobody writes is seen).
+  std::vector<Raw> decode(const Plan& plan, const Raw& message, Write write = Write::set,
+                          const std::vector<Raw>* start = nullptr, const Stamp* expected = nullptr) const {
+    auto runner = make_runner(plan, device_);
+    std::vector<Buffer> out;
+    std::vector<void*> out_p;
+    for (size_t i = 0; i < plan.tensors().size(); ++i) {
+      const TensorSpec& t = plan.tensors()[i];
+      out.push_back(upload(start ? (*start)[i] : Raw(t.count * bytes_of(t.dtype), std::byte{0xcc})));
+      out_p.push_back(out.back().get());
+    }
+    Buffer bytes = upload(message);
+    runner->decode({static_cast<const std::byte*>(bytes.get()), message.size()}, out_p, write, expected);
+    runner->wait();
+    std::vector<Raw> result;
+    for (size_t i = 0; i < plan.tensors().size(); ++i)
+      result.push_back(download(out[i], plan.tensors()[i].count * bytes_of(plan.tensors()[i].dtype)));
+    return result;
+  }
+
+ private:
+  struct Release {
+    std::shared_ptr<Memory> memory;
+    void operator()(void* data) const { memory->release(data); }
+  };
+  using Buffer = std::unique_ptr<void, Release>;
+
+  Buffer upload(const Raw& raw) const {
+    Buffer buffer(memory_->allocate(raw.size()), Release{memory_});
+    memory_->from_host(buffer.get(), raw.data(), raw.size());
+    return buffer;
+  }
+  Raw download(const Buffer& buffer, size_t bytes) const {
+    Raw raw(bytes);
+    memory_->to_host(raw.data(), buffer.get(), bytes);
+    return raw;
+  }
+
+  Device device_;
+  std::shared_ptr<Memory> memory_;
+};
+
+// The reference loop first.
+inline std::vector<Bed> beds() {
+  std::vector<Bed> all;
+  all.emplace_back(Device{.simd = "scalar"});
+  for (const std::string& target : simd_targets()) all.emplace_back(Device{.simd = target});
+  if (cuda_devices() > 0) all.emplace_back(Device{.kind = Device::Kind::cuda});
+  return all;
+}
+
+}  // namespace gradwire::test

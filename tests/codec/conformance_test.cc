@@ -1,0 +1,537 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every codec promises, on every device that is here. The tests range over the registry: a codec that is registered is
+// tested, with its default and with each parameter at its ends and in each of its choices.
+#include <gtest/gtest.h>
+
+#include <random>
+#include <sstream>
+
+#include "codec/bed.h"
+#include "codec/define.h"
+#include "codec/reference.h"
+#include "gradwire/error.h"
+#include "gradwire/message.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace gradwire {
+std::ostream& operator<<(std::ostream& out, const Codec& codec) {
+  return out << codec.str() << (codec.table().empty() ? "" : " (fitted)");
+}
+}  // namespace gradwire
+
+namespace gradwire::test {
+namespace {
+
+std::vector<CodecDef> definitions() {
+  return {
+#define GW_CODEC(name) codec_##name(),
+#include "codec/codecs.def"
+#undef GW_CODEC
+  };
+}
+
+std::string fmt_number(double value) {
+  std::ostringstream text;
+  text << value;
+  return text.str();
+}
+
+// Each parameter's ends and choices, one at a time; values that do not go with the others' defaults are left to `more`.
+std::vector<Codec> specs() {
+  std::vector<Codec> all;
+  const auto add = [&](const Codec& codec) {
+    if (std::find(all.begin(), all.end(), codec) == all.end()) all.push_back(codec);
+  };
+  for (const CodecDef& def : definitions()) {
+    const Codec fallback = Codec::parse(def.name);
+    add(fallback);
+    for (const Parameter& p : def.parameters) {
+      if (p.learning) continue;
+      std::vector<std::string> values = p.choices;
+      if (p.choices.empty()) {
+        values = {fmt_number(p.low), fmt_number(p.high)};
+        if (p.type == Parameter::Type::integer)
+          for (int v = static_cast<int>(p.low) + 1; v < p.high && p.high - p.low < 16; ++v)
+            values.push_back(std::to_string(v));
+        if (p.type == Parameter::Type::power_of_two) values.insert(values.end(), {"128", "512", "4096"});
+        if (p.type == Parameter::Type::real) values.insert(values.end(), {"0.1"});
+      }
+      for (const std::string& value : values) {
+        try {
+          add(fallback.with(p.name, value));
+        } catch (const Error& error) {
+          EXPECT_EQ(error.field(), p.name) << "a value that does not go with the other parameters' defaults";
+        }
+      }
+    }
+  }
+  for (const char* more :
+       {"optquant:bits=2,mode=biased", "optquant:bits=3,mode=biased,kappa=0.125", "optquant:bits=8,bucket=64",
+        "rangefloat:bits=16,mantissa=14", "rangefloat:bits=4,mantissa=2",
+        "rangefloat:bits=8,mantissa=3,min=-2,max=2,eps=0.125,mode=paper", "rangefloat:bits=10,max=1,scale=tensor",
+        "rangefloat:bits=8,min=-0.5,max=1", "loggrid:k=6,scale=tensor", "unigrid:bits=16,range=0.5",
+        "dqsgd:budget=9,norm=l2", "dqsgd:budget=12,bucket=64", "casq:bits=4,budget=1", "casq:bits=1,mode=paper",
+        "casq:bits=3,mode=paper,counts=on,budget=0.3", "fft:bits=16,mantissa=14",
+        "fft:theta=0,bits=6,mantissa=4,chunk=256"})
+    add(Codec::parse(more));
+  const auto words = [](std::vector<float> values) {
+    std::vector<uint32_t> table;
+    for (float value : values) table.push_back(float_bits(value));
+    return table;
+  };
+  add(Codec::parse("optquant:bits=2").fitted(words({-1, 0, 1})));
+  add(Codec::parse("optquant:bits=3").fitted(words({-1, -0.301f, -0.108f, 0, 0.108f, 0.301f, 1})));
+  add(Codec::parse("optquant:bits=3,mode=biased")
+          .fitted(words({-0.6f, -0.3f, -0.15f, -0.05f, 0.05f, 0.15f, 0.3f, 0.6f})));
+  add(Codec::parse("optquant:bits=4,mode=biased,kappa=0.25")
+          .fitted(
+              words({-0.9f, -0.6f, -0.4f, -0.3f, -0.2f, -0.1f, -0.05f, 0, 0.05f, 0.1f, 0.2f, 0.3f, 0.4f, 0.6f, 0.9f})));
+  add(Codec::parse("dqsgd").fitted(std::vector<uint32_t>{0}));
+  add(Codec::parse("dqsgd").fitted(std::vector<uint32_t>{11}));
+  add(Codec::parse("rangefloat").fitted(std::vector<uint32_t>{6}));
+  return all;
+}
+
+const std::vector<uint64_t> kSizes = {0, 1, 7, 31, 32, 33, 63, 65, 1023, 1024, 1025, 4099, 32767, 32768, 32769, 70001};
+
+// Gaussian values with a few strong ones and a few zeros: never the same twice.
+std::vector<float> data(uint64_t count, uint32_t seed = 1, float scale = 0.01f) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(count);
+  for (uint64_t i = 0; i < count; ++i) {
+    values[i] = normal(generator) * scale * (i % 97 == 0 ? 8.0f : 1.0f);
+    if (i % 61 == 5) values[i] = 0;
+  }
+  return values;
+}
+
+Plan plan_of(const Codec& codec, uint64_t count, DType dtype = DType::f32) {
+  return Plan({{"w", count, dtype, codec}});
+}
+Plan plan_of(const std::string& spec, uint64_t count, DType dtype = DType::f32) {
+  return plan_of(Codec::parse(spec), count, dtype);
+}
+
+uint64_t unit_of(const Codec& codec, uint64_t count) {
+  return codec.traits().unit ? codec.traits().unit : std::max<uint64_t>(count, 1);
+}
+
+// Calls check(first element, values of the unit, decoded values of the unit).
+template <class Check>
+void for_units(const Codec& codec, const std::vector<float>& x, const std::vector<float>& y, Check check) {
+  const uint64_t unit = unit_of(codec, x.size());
+  for (uint64_t at = 0; at < x.size(); at += unit) {
+    const uint64_t n = std::min<uint64_t>(unit, x.size() - at);
+    check(at, std::vector<double>(x.begin() + at, x.begin() + at + n),
+          std::vector<double>(y.begin() + at, y.begin() + at + n));
+  }
+}
+
+// Where thresholds decide, the unit's error must be that of the reference.
+void expect_same_error(const Codec& codec, const Expectation& e, const std::vector<double>& in,
+                       const std::vector<double>& out) {
+  if (!e.sum || in.size() < 64)
+    return;  // a few elements: a tie between two equal frequencies may make all the difference
+  double want = 0, got = 0;
+  for (size_t i = 0; i < in.size(); ++i) {
+    want += std::pow(e.value[i] - in[i], 2);
+    got += std::pow(out[i] - in[i], 2);
+  }
+  const double n = static_cast<double>(in.size());
+  ASSERT_NEAR(std::sqrt(got / n), std::sqrt(want / n), 0.01 * std::sqrt(want / n) + e.slack)
+      << codec << " of " << in.size();
+}
+
+void expect_within_bound(const Codec& codec, const std::vector<float>& x, const std::vector<float>& y) {
+  for_units(codec, x, y, [&](uint64_t at, const std::vector<double>& in, const std::vector<double>& out) {
+    const Expectation e = expect(codec, in);
+    for (size_t i = 0; i < in.size(); ++i)
+      ASSERT_LE(e.miss(i, in[i], out[i]), e.slack)
+          << codec << " element " << at + i << " of " << x.size() << ": " << in[i] << " -> " << out[i];
+    expect_same_error(codec, e, in, out);
+  });
+}
+
+TEST(Conformance, RoundTripWithinTheDerivedBound) {
+  const Bed bed(Device{});
+  for (const Codec& spec : specs())
+    for (uint64_t count : kSizes) {
+      const Plan plan = plan_of(spec, count);
+      const std::vector<float> x = data(count);
+      const Raw message = bed.encode(plan, {raw_of(x)}, {.seed = 3});
+      expect_within_bound(spec, x, values_of(bed.decode(plan, message)[0]));
+    }
+}
+
+TEST(Conformance, EveryDeviceGivesTheSameBytesAndValues) {
+  const std::vector<Bed> all = beds();
+  for (const Codec& spec : specs())
+    for (DType dtype : {DType::f32, DType::f16, DType::bf16})
+      for (uint64_t count : kSizes) {
+        if (dtype != DType::f32 && count > 5000 && count != 32769) continue;
+        const Plan plan = plan_of(spec, count, dtype);
+        const Raw x = raw_of(data(count, 7), dtype);
+        const Stamp stamp{.seed = 11, .step = 5, .stage = 1, .rank = 2, .world = 4};
+        const Raw message = all[0].encode(plan, {x}, stamp);
+        const Raw decoded = all[0].decode(plan, message)[0];
+        for (size_t b = 1; b < all.size(); ++b) {
+          ASSERT_EQ(all[b].encode(plan, {x}, stamp), message)
+              << spec << " " << name_of(dtype) << " " << count << " on " << all[b].name();
+          ASSERT_EQ(all[b].decode(plan, message, Write::set, nullptr, &stamp)[0], decoded)
+              << spec << " " << name_of(dtype) << " " << count << " on " << all[b].name();
+        }
+      }
+}
+
+TEST(Conformance, FeedbackIsTheSameOnEveryDeviceAndKeepsTheIdentity) {
+  const std::vector<Bed> all = beds();
+  for (const Codec& spec : specs())
+    for (DType residual : {DType::f32, DType::bf16})
+      for (float scale : {1.0f, 1024.0f})
+        for (uint64_t count : {uint64_t{1}, uint64_t{33}, uint64_t{1024}, uint64_t{5000}, uint64_t{33000}}) {
+          const Plan plan = plan_of(spec, count);
+          const std::vector<float> g = data(count, 3, 0.01f * scale);
+          const Feedback feedback{{raw_of(data(count, 4, 0.003f), residual)}, residual, scale};
+          std::vector<Raw> after;
+          const Raw message = all[0].encode(plan, {raw_of(g)}, {.seed = 1}, &feedback, &after);
+          const std::vector<float> sent = values_of(all[0].decode(plan, message)[0]);
+          const std::vector<float> before = values_of(feedback.before[0], residual),
+                                   left = values_of(after[0], residual);
+          for (uint64_t i = 0; i < count; ++i) {
+            // x = g + S e and x - sent are each rounded once (2^-24 of the larger operand), a bf16 residual again (2^-8).
+            const double x = static_cast<double>(g[i]) + static_cast<double>(scale) * before[i];
+            const double off = std::fabs(sent[i] + static_cast<double>(scale) * left[i] - x);
+            const double size = std::fabs(x) + std::fabs(sent[i]);
+            ASSERT_LE(off, size * 0x1p-22 + (residual == DType::bf16 ? scale * std::fabs(left[i]) * 0x1p-8 : 0) + 1e-40)
+                << spec << " " << i;
+          }
+          for (size_t b = 1; b < all.size(); ++b) {
+            std::vector<Raw> other;
+            ASSERT_EQ(all[b].encode(plan, {raw_of(g)}, {.seed = 1}, &feedback, &other), message)
+                << spec << " " << count << " on " << all[b].name();
+            ASSERT_EQ(other, after) << spec << " " << count << " on " << all[b].name();
+          }
+        }
+}
+
+TEST(Conformance, SameSeedSameBytesAndEveryPartOfTheKeyCounts) {
+  const Bed bed(Device{});
+  for (const Codec& spec : specs()) {
+    const Codec& codec = spec;
+    const Plan plan = plan_of(spec, 5000);
+    const Raw x = raw_of(data(5000));
+    const Stamp stamp{.seed = 1, .step = 2, .stage = 0, .rank = 1, .world = 3};
+    const Raw message = bed.encode(plan, {x}, stamp);
+    EXPECT_EQ(bed.encode(plan, {x}, stamp), message) << spec;
+    if (!codec.traits().unbiased || codec.traits().lossless || codec.bytes(5000) == 0) continue;
+    Stamp others[4] = {stamp, stamp, stamp, stamp};
+    others[0].seed = 2;
+    others[1].step = 3;
+    others[2].stage = 1;
+    others[3].rank = 2;
+    for (const Stamp& other : others)
+      EXPECT_NE(bed.decode(plan, bed.encode(plan, {x}, other)), bed.decode(plan, message)) << spec;
+    const Plan renamed({{"v", 5000, DType::f32, codec}});
+    EXPECT_NE(bed.decode(renamed, bed.encode(renamed, {x}, stamp)), bed.decode(plan, message)) << spec;
+  }
+}
+
+TEST(Conformance, UnbiasedWhereItSaysSo) {
+  // The mean of R rounded copies differs from the value by a mean-zero error of variance at most step^2 / (4 R), and by
+  // the 2^-17 step that 16 random bits allow. Six sigma over 3000 elements: one false alarm in 10^5 seeds, and the seeds are fixed.
+  constexpr int kRepeats = 300;
+  const Bed bed(Device{});
+  for (const Codec& spec : specs()) {
+    const Codec& codec = spec;
+    if (!codec.traits().unbiased || codec.traits().lossless || codec.bytes(3000) == 0) continue;
+    const uint64_t count = 3000;
+    const Plan plan = plan_of(spec, count);
+    const std::vector<float> x = data(count, 5);
+    std::vector<double> mean(count, 0);
+    for (int r = 0; r < kRepeats; ++r) {
+      const std::vector<float> y = values_of(
+          bed.decode(plan, bed.encode(plan, {raw_of(x)}, {.seed = 100, .step = static_cast<uint64_t>(r)}))[0]);
+      for (uint64_t i = 0; i < count; ++i) mean[i] += y[i] / static_cast<double>(kRepeats);
+    }
+    double drift = 0, spread = 0;
+    for_units(codec, x, x, [&](uint64_t at, const std::vector<double>& in, const std::vector<double>&) {
+      const Expectation e = expect(codec, in);
+      for (size_t i = 0; i < in.size(); ++i) {
+        // Beyond 8 bits the chance itself is rounded to 2^-8.
+        const double step = e.gap(in[i]), sigma = step / std::sqrt(4.0 * kRepeats),
+                     rounding = codec.scheme().bits > 8 ? 0x1p-9 : 0x1p-16;
+        ASSERT_LE(std::fabs(mean[at + i] - in[i]), 6 * sigma + step * rounding + e.slack)
+            << spec << " element " << at + i;
+        drift += mean[at + i] - in[i];
+        spread += sigma * sigma;
+      }
+    });
+    EXPECT_LE(std::fabs(drift), 5 * std::sqrt(spread)) << spec << ": the sum over the elements drifts";
+  }
+}
+
+TEST(Conformance, RanksAndNeighboursRoundIndependently) {
+  const Bed bed(Device{});
+  const uint64_t count = 1 << 18;
+  const Plan plan = plan_of("qsgd:bits=4", count);
+  const std::vector<float> x = data(count, 6);
+  std::vector<double> error[2];
+  for (uint32_t rank : {0u, 1u}) {
+    const std::vector<float> y =
+        values_of(bed.decode(plan, bed.encode(plan, {raw_of(x)}, {.seed = 1, .rank = rank, .world = 2}))[0]);
+    for (uint64_t i = 0; i < count; ++i) error[rank].push_back(y[i] - x[i]);
+  }
+  const auto correlation = [&](const std::vector<double>& a, const std::vector<double>& b, size_t lag) {
+    double ab = 0, aa = 0, bb = 0;
+    for (size_t i = 0; i + lag < a.size(); ++i)
+      ab += a[i] * b[i + lag], aa += a[i] * a[i], bb += b[i + lag] * b[i + lag];
+    return ab / std::sqrt(aa * bb);
+  };
+  const double limit = 5 / std::sqrt(static_cast<double>(count));
+  EXPECT_LE(std::fabs(correlation(error[0], error[1], 0)), limit) << "two ranks";
+  for (size_t lag : {1, 2, 31, 32, 33, 64, 1023, 1024, 1025})
+    EXPECT_LE(std::fabs(correlation(error[0], error[0], lag)), limit) << "lag " << lag;
+}
+
+TEST(Conformance, ThreadsAndGroupingDoNotMatter) {
+  for (const Codec& spec : specs()) {
+    const Codec& codec = spec;
+    const std::vector<std::pair<std::string, uint64_t>> parts = {{"a", 1000}, {"b", 0},     {"c", 70001},
+                                                                 {"d", 3},    {"e", 33000}, {"f", 1024}};
+    std::vector<TensorSpec> list;
+    std::vector<Raw> in;
+    for (const auto& [name, count] : parts) {
+      list.push_back({name, count, DType::f32, codec});
+      in.push_back(raw_of(data(count, static_cast<uint32_t>(count))));
+    }
+    const Plan together(list);
+    const Stamp stamp{.seed = 9, .step = 1};
+    const Raw message = Bed(Device{}).encode(together, in, stamp);
+    const std::vector<Raw> decoded = Bed(Device{}).decode(together, message);
+    for (int threads : {2, 5}) {
+      EXPECT_EQ(Bed(Device{.threads = threads}).encode(together, in, stamp), message) << spec << " " << threads;
+      EXPECT_EQ(Bed(Device{.threads = threads}).decode(together, message), decoded) << spec << " " << threads;
+    }
+    for (size_t i = 0; i < list.size(); ++i) {
+      const Plan alone({list[i]});
+      EXPECT_EQ(Bed(Device{}).decode(alone, Bed(Device{}).encode(alone, {in[i]}, stamp))[0], decoded[i])
+          << spec << " " << list[i].name;
+    }
+    if (cuda_devices() > 0) {
+      EXPECT_EQ(Bed(Device{.kind = Device::Kind::cuda}).encode(together, in, stamp), message) << spec;
+    }
+  }
+}
+
+TEST(Conformance, APieceDrawsTheRandomBitsOfItsPlaceInTheTensor) {
+  const Bed bed(Device{});
+  for (const Codec& spec : specs()) {
+    const Codec& codec = spec;
+    if (codec.traits().unit == 0) continue;  // a piece is its own unit there
+    const uint64_t count = kPieceGrain + 5000;
+    const std::vector<float> x = data(count);
+    const Plan whole = plan_of(spec, count), piece({{"w", 5000, DType::f32, codec, kPieceGrain}});
+    const std::vector<float> tail(x.begin() + kPieceGrain, x.end());
+    std::vector<float> y = values_of(bed.decode(whole, bed.encode(whole, {raw_of(x)}, {.seed = 2}))[0]);
+    y.erase(y.begin(), y.begin() + kPieceGrain);
+    EXPECT_EQ(values_of(bed.decode(piece, bed.encode(piece, {raw_of(tail)}, {.seed = 2}))[0]), y) << spec;
+  }
+}
+
+TEST(Conformance, FrameIsNeverLargerThanBound) {
+  for (const Codec& spec : specs())
+    for (uint64_t count : kSizes) {
+      const Codec& codec = spec;
+      EXPECT_EQ(plan_of(spec, count).message_bytes(), bound(codec, count)) << spec;
+      EXPECT_LE(codec.bytes(count), bound(codec, count)) << spec;
+    }
+}
+
+TEST(Conformance, AddAddsToWhatIsThere) {
+  for (const Bed& bed : beds())
+    for (const Codec& spec : specs())
+      for (uint64_t count : {uint64_t{33}, uint64_t{1024}, uint64_t{33000}}) {
+        const Plan plan = plan_of(spec, count);
+        const Raw message = bed.encode(plan, {raw_of(data(count))}, {.seed = 3});
+        const std::vector<float> y = values_of(bed.decode(plan, message)[0]);
+        const std::vector<float> start = data(count, 99);
+        const std::vector<Raw> begin = {raw_of(start)};
+        const std::vector<float> sum = values_of(bed.decode(plan, message, Write::add, &begin)[0]);
+        for (uint64_t i = 0; i < count; ++i) ASSERT_EQ(sum[i], start[i] + y[i]) << spec << " on " << bed.name();
+      }
+}
+
+TEST(Conformance, NotANumberMarksItsUnitAndNothingElse) {
+  const float bad_values[] = {std::nanf(""), HUGE_VALF, -HUGE_VALF, bits_float(0xffc12345u)};
+  for (const Bed& bed : beds())
+    for (const Codec& spec : specs()) {
+      const Codec& codec = spec;
+      if (codec.bytes(1) == 0) continue;  // nothing is sent that could be marked
+      for (uint64_t count : {uint64_t{1}, uint64_t{1500}, uint64_t{70000}})
+        for (size_t b = 0; b < 4; ++b) {
+          const uint64_t where = count * (b + 1) / 5, unit = unit_of(codec, count);
+          std::vector<float> x = data(count);
+          x[where] = bad_values[b];
+          const Plan plan = plan_of(spec, count);
+          const Feedback feedback{{raw_of(data(count, 8))}};
+          std::vector<Raw> after;
+          const Raw message = bed.encode(plan, {raw_of(x)}, {.seed = 1}, &feedback, &after);
+          const std::vector<float> y = values_of(bed.decode(plan, message)[0]), left = values_of(after[0]),
+                                   before = values_of(feedback.before[0]);
+          for (uint64_t i = 0; i < count; ++i) {
+            const bool marked = i / unit == where / unit;
+            ASSERT_EQ(std::isnan(y[i]), marked) << spec << " element " << i << " of " << count << " on " << bed.name();
+            if (marked) {
+              ASSERT_EQ(left[i], before[i]) << spec << ": the residual of a marked unit stays";
+            }
+            ASSERT_TRUE(std::isfinite(left[i])) << spec;
+          }
+        }
+    }
+}
+
+TEST(Conformance, FiniteValuesThatDoNotFitAreMarkedNotClamped) {
+  for (const Bed& bed : beds()) {
+    const std::vector<float> x = {65504.0f, 65519.99f, 65520.0f, -70000.0f, 3.4e38f, 1.0f};
+    const Plan fp16 = plan_of("fp16", x.size()), bf16 = plan_of("bf16", x.size());
+    const std::vector<float> h = values_of(bed.decode(fp16, bed.encode(fp16, {raw_of(x)}, {}))[0]);
+    EXPECT_EQ(h[0], 65504.0f);
+    EXPECT_EQ(h[1], 65504.0f);
+    for (int i : {2, 3, 4}) EXPECT_TRUE(std::isnan(h[i])) << i;
+    EXPECT_EQ(h[5], 1.0f);
+    const std::vector<float> top = {3.3895314e38f, 3.4e38f, 0, 0, 0, 0};
+    const std::vector<float> b = values_of(bed.decode(bf16, bed.encode(bf16, {raw_of(top)}, {}))[0]);
+    EXPECT_EQ(b[0], 3.3895314e38f);
+    EXPECT_TRUE(std::isnan(b[1]));
+  }
+}
+
+TEST(Conformance, ExtremeScalesStayWithinTheBound) {
+  // Subnormal units, units at the top of the range, and units that mix both.
+  for (const Bed& bed : beds())
+    for (const Codec& spec : specs()) {
+      const Codec& codec = spec;
+      if (codec.name() == "fp16") continue;  // does not hold such values
+      for (float scale : {1e-45f, 1e-41f, 3e-38f, 1e-30f, 4e37f}) {
+        std::vector<float> x = data(3000, 12, 1.0f);
+        for (float& v : x) v = std::clamp(v, -8.0f, 8.0f) * scale;
+        const Plan plan = plan_of(spec, x.size());
+        const std::vector<float> y = values_of(bed.decode(plan, bed.encode(plan, {raw_of(x)}, {.seed = 4}))[0]);
+        for_units(codec, x, y, [&](uint64_t at, const std::vector<double>& in, const std::vector<double>& out) {
+          const double top = largest(in);
+          const Expectation e = expect(codec, in);
+          // The step itself is rounded to a multiple of 2^-149, and the top level is `levels` of them away.
+          const double slack =
+              e.slack + 1e-3 * top + (200 + std::ldexp(1.0, std::min<int>(codec.scheme().bits, 16) - 1)) * 0x1p-149;
+          for (size_t i = 0; i < in.size(); ++i) {
+            ASSERT_TRUE(std::isfinite(out[i]))
+                << spec << " scale " << scale << " element " << at + i << " on " << bed.name();
+            // Where levels are a few of the least floats apart, they are no longer evenly spaced.
+            const double miss = e.exact || e.sum || !e.grid.empty()
+                                    ? e.miss(i, in[i], out[i])
+                                    : std::fabs(out[i] - std::clamp(in[i], -e.clip, e.clip)) - e.step;
+            ASSERT_LE(miss, slack) << spec << " scale " << scale << " element " << at + i << ": " << in[i] << " -> "
+                                   << out[i];
+          }
+          if (top > 1e-42) expect_same_error(codec, e, in, out);
+        });
+      }
+    }
+}
+
+#if defined(__x86_64__)
+TEST(Conformance, TheCallersFlushToZeroDoesNotMatter) {
+  for (const Codec& spec : specs()) {
+    std::vector<float> x = data(5000, 12, 1e-39f);
+    const Plan plan = plan_of(spec, x.size());
+    const Feedback feedback{{raw_of(data(5000, 13, 1e-39f))}};
+    for (int threads : {1, 3}) {
+      const Bed bed(Device{.threads = threads});
+      std::vector<Raw> after, after_flushed;
+      const Raw message = bed.encode(plan, {raw_of(x)}, {.seed = 4}, &feedback, &after);
+      const std::vector<Raw> decoded = bed.decode(plan, message);
+      const unsigned saved = _mm_getcsr(), flush = saved | 0x8040 | 0x6000;  // FTZ, DAZ, round towards zero
+      _mm_setcsr(flush);
+      const Raw flushed = bed.encode(plan, {raw_of(x)}, {.seed = 4}, &feedback, &after_flushed);
+      const std::vector<Raw> decoded_flushed = bed.decode(plan, message);
+      const unsigned found = _mm_getcsr();
+      _mm_setcsr(saved);
+      EXPECT_EQ(flushed, message) << spec;
+      EXPECT_EQ(after_flushed, after) << spec;
+      EXPECT_EQ(decoded_flushed, decoded) << spec;
+      EXPECT_EQ(found & 0xffc0u, flush & 0xffc0u) << "the caller's mode is put back";
+    }
+  }
+}
+#endif
+
+TEST(Conformance, ListsMixCodecsAndTypes) {
+  std::vector<TensorSpec> list;
+  std::vector<Raw> in;
+  const std::vector<Codec> all = specs();
+  for (size_t i = 0; i < all.size(); ++i) {
+    const DType dtype = static_cast<DType>(i % 3);
+    const uint64_t count = (i * 7919) % 4000;
+    list.push_back({"t" + std::to_string(i), count, dtype, all[i]});
+    in.push_back(raw_of(data(count, static_cast<uint32_t>(i)), dtype));
+  }
+  const Plan plan(list);
+  const std::vector<Bed> places = beds();
+  const Raw message = places[0].encode(plan, in, {.seed = 5});
+  const std::vector<Raw> decoded = places[0].decode(plan, message);
+  for (const Bed& bed : places) {
+    EXPECT_EQ(bed.encode(plan, in, {.seed = 5}), message) << bed.name();
+    EXPECT_EQ(bed.decode(plan, message), decoded) << bed.name();
+  }
+}
+
+TEST(Specs, PrintingIsTheInverseOfParsing) {
+  for (const Codec& spec : specs()) {
+    EXPECT_EQ(Codec::parse(spec.str()).str(), spec.str());
+    EXPECT_EQ(Codec::parse(spec.str()).fitted(spec.table()), spec);
+  }
+  EXPECT_EQ(Codec().str(), "fp32");
+  EXPECT_EQ(Codec::parse("qsgd:norm=l2,bits=3"), Codec::parse("qsgd:bits=3,norm=l2"));
+}
+
+TEST(Specs, WhatIsWrongIsNamed) {
+  const struct {
+    const char *spec, *field, *words;
+  } cases[] = {
+      {"", "codec", "known are"},
+      {"qsdg", "codec", "known are"},
+      {"qsgd:", "codec", "colon"},
+      {"qsgd:bits=4,", "codec", "comma"},
+      {"qsgd:bit=4", "bit", "allowed are bits"},
+      {"qsgd:bits", "bits", "no value"},
+      {"qsgd:bits=1", "bits", "from 2 to 8"},
+      {"qsgd:bits=9", "bits", "from 2 to 8"},
+      {"qsgd:bits=four", "bits", "'four'"},
+      {"qsgd:bits=4,bits=4", "bits", "twice"},
+      {"qsgd:bucket=1000", "bucket", "power of two"},
+      {"qsgd:bucket=99999999999999999999", "bucket", "power of two"},
+      {"qsgd:norm=l3", "norm", "max, l2"},
+      {"topk:ratio=0", "ratio", "from 1e-06 to 1"},
+      {"topk:ratio=nan", "ratio", "'nan'"},
+      {"terngrad:clip=-1", "clip", "from 0 to 100"},
+      {"fp32:bits=4", "bits", "takes none"},
+  };
+  for (const auto& c : cases) {
+    try {
+      Codec::parse(c.spec);
+      FAIL() << c.spec << " was accepted";
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::usage) << c.spec;
+      EXPECT_EQ(e.field(), c.field) << c.spec;
+      EXPECT_NE(std::string(e.what()).find(c.words), std::string::npos) << c.spec << ": " << e.what();
+      EXPECT_EQ(std::string(e.what()).find('\n'), std::string::npos);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace gradwire::test

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the tests of the server's faults share: links that die or wait at a chosen point, and what must hold at rest.
+#pragma once
+
+#include <unistd.h>
+
+#include <functional>
+
+#include "server/server_fixture.h"
+
+namespace gradwire::server {
+
+struct Killed {};  // thrown through a worker: what kill -9 is to a process
+
+// Looks at everything that a worker does with its connection, and may throw, wait, or kill the server, before it
+// happens.
+using Fate = std::function<void(const Frame* sent)>;  // null: it listens
+
+class FatedLink final : public Link {
+ public:
+  FatedLink(std::unique_ptr<Link> inner, Fate fate) : inner_(std::move(inner)), fate_(std::move(fate)) {}
+  void send(const Frame& frame, const Blob& payload) override {
+    fate_(&frame);
+    inner_->send(frame, payload);
+  }
+  bool receive(Frame& frame, Blob& payload, std::chrono::milliseconds patience) override {
+    fate_(nullptr);
+    return inner_->receive(frame, payload, patience);
+  }
+
+ private:
+  std::unique_ptr<Link> inner_;
+  Fate fate_;
+};
+
+inline Dialer fated(Rig& rig, uint64_t seed, Fate fate, Mischief mischief = {}) {
+  return [dial = rig.dialer(mischief, seed), fate] { return std::make_unique<FatedLink>(dial(), fate); };
+}
+
+inline HubOptions faulty(uint32_t min_workers) { return small_hub(min_workers, 60); }
+
+inline void join(Toys& toys) {  // in this order: slots
+  for (auto& toy : toys) toy->join();
+}
+
+inline void work(Toys& toys, uint64_t until) {
+  std::vector<std::thread> threads;
+  for (auto& toy : toys)
+    threads.emplace_back([&toy, until] {
+      while (toy->step < until) toy->work();
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+[[nodiscard]] inline bool eventually(const std::function<bool()>& come, double seconds = 20) {
+  const auto begin = Clock::now();
+  while (!come()) {
+    if (std::chrono::duration<double>(Clock::now() - begin).count() > seconds) return false;
+    std::this_thread::sleep_for(2ms);
+  }
+  return true;
+}
+
+inline void expect_ledger(Hub& hub) {
+  const nlohmann::json ledger = hub.status()["ledger"];
+  EXPECT_GT(ledger["magnitude"].get<double>(), 0);
+  EXPECT_LT(ledger["relative"].get<double>(), 1e-6) << ledger.dump();
+}
+
+inline void expect_agreement(const Toys& toys) {
+  for (const auto& toy : toys) {
+    EXPECT_EQ(toy->step, toys[0]->step);
+    EXPECT_TRUE(toy->weights.values == toys[0]->weights.values)
+        << toy->client.slot() << " holds other weights than " << toys[0]->client.slot();
+  }
+}
+
+// Element by element, for weights by fp32 from zeros and the same workers in all steps: what is missing from their sum
+// is in the residuals. The weights themselves are sums in f32.
+inline void expect_nothing_missing(const Toys& toys, double tolerance = 2e-5) {
+  double worst = 0;
+  for (size_t i = 0; i < toys[0]->computed.size(); ++i)
+    for (size_t k = 0; k < toys[0]->computed[i].size(); ++k) {
+      double sum = 0;
+      for (const auto& toy : toys) sum += toy->computed[i][k] - static_cast<double>(toy->client.residual(i)[k]);
+      worst = std::max(worst, std::fabs(sum / static_cast<double>(toys.size()) +
+                                        static_cast<double>(toys[0]->weights.values[i][k])));
+    }
+  EXPECT_LT(worst, tolerance);
+}
+
+inline bool on_disk(Rig& rig, uint64_t step) {
+  return eventually([&] {
+    const nlohmann::json status = rig.hub()->status();
+    return status["checkpoint"]["saved"] > 0 && status["durable_step"] >= step;
+  });
+}
+
+inline std::string state_of_worker(Hub& hub, const Client& client) {
+  const nlohmann::json status = hub.status();
+  for (const nlohmann::json& one : status["workers"]["list"])
+    if (one["id"] == client.id().substr(0, 8)) return one["state"];
+  return "unknown";
+}
+
+}  // namespace gradwire::server

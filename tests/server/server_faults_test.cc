@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+// Everything that may go wrong with honest workers and their connections: they die, stall, leave, are cut off.
+// Afterwards, at rest, survivors agree bit for bit, nothing is missing and nothing counts twice.
+#include "server/server_faults.h"
+
+#include <cstring>
+
+namespace gradwire::server {
+namespace {
+
+constexpr size_t kParts = 4;  // of small_signature() in parts of 32768 elements
+
+Signature exact_down() {
+  Signature signature = small_signature();
+  signature.down = "fp32";
+  return signature;
+}
+
+// Workers.
+
+// Point k < kParts: before part k is sent; kParts: all are sent; kParts + 1: it waits.
+class WorkerKilled : public testing::TestWithParam<size_t> {};
+
+TEST_P(WorkerKilled, OthersGoOnWithTheParts) {
+  Signature signature = small_signature();
+  signature.up = signature.down = "fp32";  // nothing is held back: every element of every step is known
+  Rig rig(faulty(2));
+  std::atomic<bool> doomed{false};
+  std::atomic<size_t> updates{0}, listens{0};
+  Toys toys = crew(rig, signature, 2);
+  const size_t point = GetParam();
+  toys.push_back(std::make_unique<Toy>(fated(rig, 3,
+                                             [&](const Frame* sent) {
+                                               if (!doomed) return;
+                                               if (sent && sent->kind == Kind::update && updates++ == point)
+                                                 throw Killed{};
+                                               // One look without patience after each part, then it waits.
+                                               if (!sent && updates == kParts && listens++ == point - kParts &&
+                                                   point >= kParts)
+                                                 throw Killed{};
+                                             }),
+                                       signature, 3));
+  join(toys);
+  Tensors expected(signature);
+  const auto cuts = cut_parts(signature, 32768);
+  ASSERT_EQ(cuts.size(), kParts);
+  for (uint64_t step = 0; step < 6; ++step) {
+    doomed = step == 3;
+    std::vector<std::thread> threads;
+    for (auto& toy : toys)
+      threads.emplace_back([&] {
+        try {
+          toy->work();
+        } catch (const Killed&) {
+          toy->step = kNone;
+        }
+      });
+    if (doomed) {  // the others' step waits until it is dead, and no longer
+      threads.back().join();
+      threads.pop_back();
+      ASSERT_EQ(toys.back()->step, kNone);
+      const Tensors last = toys.back()->update;
+      toys.pop_back();
+      for (std::thread& thread : threads) thread.join();
+      for (size_t p = 0; p < kParts; ++p) {
+        // With what it had sent, or, where that was still in a queue when it died, without it: but all of the part.
+        const auto after = [&](size_t i, uint64_t k, bool with) {
+          float sum = toys[0]->update.values[i][k] + toys[1]->update.values[i][k];
+          if (with) sum += last.values[i][k];
+          return expected.values[i][k] - sum / (with ? 3.0f : 2.0f);
+        };
+        const Piece& first = cuts[p].pieces[0];
+        const bool with = p < point && toys[0]->weights.values[first.parameter][first.first] ==
+                                           after(first.parameter, first.first, true);
+        for (const Piece& piece : cuts[p].pieces)
+          for (uint64_t k = piece.first; k < piece.first + piece.count; ++k)
+            expected.values[piece.parameter][k] = after(piece.parameter, k, with);
+      }
+    } else {
+      for (std::thread& thread : threads) thread.join();
+      for (size_t i = 0; i < expected.values.size(); ++i)
+        for (size_t k = 0; k < expected.values[i].size(); ++k) {
+          float sum = 0;
+          for (const auto& toy : toys) sum += toy->update.values[i][k];
+          expected.values[i][k] -= sum / static_cast<float>(toys.size());
+        }
+    }
+    expect_agreement(toys);
+    ASSERT_TRUE(toys[0]->weights.values == expected.values) << "step " << step;
+  }
+  expect_ledger(*rig.hub());
+}
+INSTANTIATE_TEST_SUITE_P(AtPoint, WorkerKilled, testing::Range(size_t{0}, kParts + 2));
+
+TEST(ServerFaults, WhatAKilledWorkerHeldIsHeldAndThenLost) {
+  HubOptions options = faulty(1);
+  options.rejoin_s = 1000;
+  options.checkpoint = scratch_file("lost.gwc");
+  Rig rig(options);
+  Toys toys = crew(rig, small_signature(), 3);
+  join(toys);
+  work(toys, 5);
+  const Tally tally = toys[2]->client.tally();
+  const std::string id = toys[2]->client.id();
+  toys.pop_back();
+  work(toys, 9);
+  EXPECT_EQ(rig.hub()->status()["ledger"]["lost"], 0.0);
+  const double held = rig.hub()->status()["ledger"]["held"];
+  EXPECT_NEAR(held, tally.residual + toys[0]->client.tally().residual + toys[1]->client.tally().residual,
+              1e-9 + 1e-6 * std::fabs(held));
+  expect_ledger(*rig.hub());
+  rig.hub()->stop();
+  rig.kill();
+  rig.options().rejoin_s = 0.3;  // from now on
+  rig.options().return_s = 1000;
+  rig.start();
+  work(toys, 12);  // not held up by one who is given up for lost, however long the others may be awaited
+  ASSERT_TRUE(eventually([&] { return rig.hub()->status()["ledger"]["lost"] != 0.0; }));
+  EXPECT_DOUBLE_EQ(rig.hub()->status()["ledger"]["lost"].get<double>(), tally.residual);
+  expect_agreement(toys);
+  expect_ledger(*rig.hub());
+}
+
+TEST(ServerFaults, AWorkerThatStallsInTheMiddleOfAStepLosesNothing) {
+  for (size_t point = 0; point <= kParts; ++point) {
+    HubOptions options = faulty(1);
+    options.deadline_s = 0.1;
+    Rig rig(options);
+    std::atomic<bool> stalls{false}, wakes{false};
+    std::atomic<size_t> updates{0};
+    Toys toys = crew(rig, small_signature(), 2);
+    auto stalled = std::make_unique<Toy>(fated(rig, 3,
+                                               [&](const Frame* sent) {
+                                                 const bool here =
+                                                     sent ? sent->kind == Kind::update && updates++ == point
+                                                          : updates == point && point == kParts;
+                                                 if (stalls && here) {
+                                                   EXPECT_TRUE(eventually([&] { return wakes.load(); }));
+                                                 }
+                                               }),
+                                         small_signature(), 3);
+    join(toys);
+    stalled->join();
+    stalls = true;
+    std::thread sleeper([&] { stalled->work(); });
+    work(toys, 3);
+    EXPECT_EQ(toys[0]->step, 3u);
+    wakes = true;
+    sleeper.join();
+    stalls = false;
+    EXPECT_EQ(stalled->step, point < kParts ? 3u : 1u);  // with nothing late, what it waited for
+    EXPECT_EQ(stalled->client.counts().applied, point);
+    EXPECT_EQ(stalled->client.counts().late, kParts - point);
+    toys.push_back(std::move(stalled));
+    work(toys, 6);
+    EXPECT_EQ(state_of_worker(*rig.hub(), toys.back()->client), "present");
+    expect_agreement(toys);
+    expect_ledger(*rig.hub());
+  }
+}
+
+TEST(ServerFaults, OneWhoHasNothingToSendDoesNotWaitForAStalledWorkerForever) {
+  HubOptions options = faulty(1);
+  options.deadline_s = 0.2;
+  Rig rig(options);
+  Toys toys = crew(rig, small_signature(), 2);
+  join(toys);
+  toys[0]->step = toys[0]->client.skip(toys[0]->weights.pointers);
+  EXPECT_EQ(toys[0]->step, 1u);
+  EXPECT_EQ(toys[1]->work(), 1u);
+  EXPECT_GT(toys[1]->client.counts().late, 0u);
+  expect_agreement(toys);
+}
+
+TEST(ServerFaults, WithoutStepsAStalledWorkerIsWaitedForOnceAndOneThatWarmsUpNotAtAll) {
+  HubOptions options = faulty(1);
+  options.async = true;
+  options.staleness = 2;
+  options.deadline_s = 1;
+  Rig rig(options);
+  Toys toys = crew(rig, small_signature(), 3);
+  join(toys);
+  Toy &slow = *toys[0], &warm = *toys[1], &quick = *toys[2];
+  slow.work();
+  std::atomic<bool> over{false};
+  std::thread skips([&] {
+    while (!over) warm.client.skip(warm.weights.pointers);
+  });
+  for (int i = 0; i < 30; ++i) quick.work();  // the deadline passes once
+  const auto begin = Clock::now();
+  slow.work();  // is 29 behind, and goes on where the others are
+  for (int i = 0; i < 3; ++i) {
+    quick.work();
+    slow.work();
+  }
+  EXPECT_LT(std::chrono::duration<double>(Clock::now() - begin).count(), 0.9);
+  over = true;
+  skips.join();
+  expect_ledger(*rig.hub());
+}
+
+TEST(ServerFaults, CutRepeatedAndReorderedUpdatesCountOnce) {
+  for (uint64_t seed = 1; seed <= 6; ++seed) {
+    Signature signature = exact_down();
+    Rig rig(faulty(3));
+    Toys toys;
+    for (uint64_t i = 0; i < 3; ++i)
+      toys.push_back(std::make_unique<Toy>(
+          rig, signature, 10 * seed + i, Mischief{.repeat = 0.2, .swap = 0.2, .flip = 0, .cut = seed % 2 ? 0.02 : 0}));
+    join(toys);
+    const uint64_t before = rig.hub()->status()["memory_bytes"];
+    work(toys, 25);
+    expect_agreement(toys);
+    expect_nothing_missing(toys);
+    expect_ledger(*rig.hub());
+    uint64_t reconnects = 0;
+    for (const auto& toy : toys) {
+      reconnects += toy->client.counts().reconnects;
+      EXPECT_EQ(toy->client.counts().late, 0u);
+      EXPECT_EQ(toy->client.memory().messages, 0u);  // nothing is saved, so nothing is kept
+    }
+    EXPECT_EQ(reconnects > 0, seed % 2 == 1);
+    EXPECT_LT(rig.hub()->status()["memory_bytes"].get<uint64_t>(), before + 4 * 80000);
+  }
+}
+
+TEST(ServerFaults, FlippedBitsAreSeenAndTheUpdateGoesBack) {
+  for (uint64_t seed = 1; seed <= 4; ++seed) {
+    Rig rig(faulty(3));
+    Toys toys;
+    for (uint64_t i = 0; i < 3; ++i)
+      toys.push_back(std::make_unique<Toy>(rig, small_signature(), 10 * seed + i,
+                                           Mischief{.repeat = 0, .swap = 0, .flip = 0.1, .cut = 0}));
+    join(toys);
+    work(toys, 30);
+    expect_agreement(toys);
+    expect_ledger(*rig.hub());
+    uint64_t corrupt = 0;
+    for (const auto& toy : toys) corrupt += toy->client.counts().corrupt;
+    EXPECT_GT(corrupt, 5u);
+    EXPECT_EQ(rig.hub()->status()["refused"]["corrupt"], corrupt);
+  }
+}
+
+// Leaving.
+
+TEST(ServerFaults, AHandoverSurvivesAServerThatIsKilledBeforeItIsOnDisk) {
+  for (const bool at_once : {false, true}) {
+    HubOptions options = faulty(1);
+    options.checkpoint = scratch_file("handover.gwc");
+    options.save_every = 1000;
+    std::atomic<bool> armed{false}, there{false}, dead{false};
+    options.save_hook = [&](const char* stage) {
+      if (!armed || std::strcmp(stage, "opened") != 0) return;
+      there = true;
+      while (!dead) std::this_thread::sleep_for(1ms);
+      throw Error(ErrorKind::io, "killed here", "path");
+    };
+    Rig rig(options);
+    Toys toys = crew(rig, exact_down(), 2);
+    join(toys);
+    ASSERT_TRUE(on_disk(rig, 0));
+    work(toys, 5);
+    armed = true;
+    std::thread leaver([&] { EXPECT_TRUE(toys[1]->client.leave(20)); });
+    ASSERT_TRUE(eventually([&] { return there.load(); }));
+    if (!at_once) toys[0]->work();  // others go on without the one that waits for the disk
+    std::thread release([&] {
+      EXPECT_TRUE(eventually([&] { return rig.hub() == nullptr; }));
+      armed = false;
+      dead = true;
+    });
+    rig.kill();
+    release.join();
+    rig.start();
+    std::thread other([&] { toys[0]->work(); });
+    leaver.join();
+    other.join();
+    EXPECT_TRUE(toys[0]->client.leave(20));
+    const nlohmann::json ledger = rig.hub()->status()["ledger"];
+    EXPECT_EQ(ledger["held"], 0.0);
+    EXPECT_EQ(ledger["lost"], 0.0);
+    expect_ledger(*rig.hub());
+    EXPECT_TRUE(eventually([&] { return rig.hub()->finished(); }));
+  }
+}
+
+TEST(ServerFaults, EverybodyLeavesAtOnce) {
+  for (const bool async : {false, true}) {
+    HubOptions options = faulty(1);
+    options.async = async;
+    options.checkpoint = scratch_file("everybody.gwc");
+    Rig rig(options);
+    Toys toys = crew(rig, exact_down(), 4);
+    join(toys);
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < toys.size(); ++i)
+      threads.emplace_back([&, i] {
+        for (size_t step = 0; step < 5 + i; ++step) toys[i]->work();
+        EXPECT_TRUE(toys[i]->client.leave(20));
+      });
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_TRUE(eventually([&] { return rig.hub()->finished(); }));
+    EXPECT_EQ(rig.hub()->status()["ledger"]["held"], 0.0);
+    expect_ledger(*rig.hub());
+    rig.kill();
+    rig.start();  // and it is all on disk
+    EXPECT_EQ(rig.hub()->status()["ledger"]["held"], 0.0);
+    expect_ledger(*rig.hub());
+    EXPECT_TRUE(rig.hub()->finished());
+  }
+}
+
+TEST(ServerFaults, LeavingAServerThatIsGoneTakesNoLongerThanItMay) {
+  Rig rig(faulty(1));
+  Toys toys = crew(rig, small_signature(), 2);
+  join(toys);
+  work(toys, 2);
+  rig.kill();
+  const auto begin = Clock::now();
+  EXPECT_FALSE(toys[0]->client.leave(0.3));
+  EXPECT_LT(std::chrono::duration<double>(Clock::now() - begin).count(), 3);
+}
+
+}  // namespace
+}  // namespace gradwire::server

@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0
+// The server is killed at any point of a step, also while it saves, and its disk fails. Workers reconnect by themselves
+// and send again what it forgot: it ends with the weights of one that was never killed.
+#include <cstring>
+
+#include "server/server_faults.h"
+
+namespace gradwire::server {
+namespace {
+
+struct Mode {
+  const char* name;
+  bool updates, pools;
+};
+
+Signature signature_of(const Mode& mode) {
+  Signature signature = small_signature();
+  signature.sends_updates = mode.updates;
+  signature.pools = mode.pools;
+  if (mode.updates) signature.down = "loggrid:k=6";
+  return signature;
+}
+
+// With shared moments a step depends on their mean, and so does everything after it.
+void descend(Toys& toys, const Mode& mode, uint64_t until) {
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < toys.size(); ++i)
+    threads.emplace_back([&, i] {
+      Toy& toy = *toys[i];
+      while (toy.step < until) {
+        float rate = 0.1f;
+        if (mode.pools) {
+          Tensors second(signature_of(mode), static_cast<float>(i + 1) + 0.37f * static_cast<float>(toy.step));
+          toy.client.pool(second.pointers);
+          rate = 0.05f + 0.002f * second.values[2][69999];
+        }
+        toy.work(rate);
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+std::vector<std::vector<float>> undisturbed(const Mode& mode, size_t workers, uint64_t until) {
+  Rig rig(faulty(static_cast<uint32_t>(workers)));
+  Toys toys = crew(rig, signature_of(mode), workers);
+  join(toys);
+  descend(toys, mode, until);
+  expect_agreement(toys);
+  return toys[0]->weights.values;
+}
+
+class ServerKilled : public testing::TestWithParam<Mode> {};
+
+TEST_P(ServerKilled, AtAnyPointOfAStepEndsWithTheSameWeights) {
+  const Mode mode = GetParam();
+  const auto expected = undisturbed(mode, 2, 9);
+  for (uint64_t point = 0; point < 16; ++point) {
+    SCOPED_TRACE(point);
+    HubOptions options = faulty(2);
+    options.checkpoint = scratch_file(std::string("killed_") + mode.name);
+    options.save_every = 3;
+    Rig rig(options);
+    std::atomic<bool> armed{false};
+    std::atomic<uint64_t> events{0};
+    const uint64_t when = 7 + point * 5;  // of all that both workers send and listen for
+    const Fate fate = [&](const Frame*) {
+      if (!armed || events++ != when) return;
+      rig.kill();
+      rig.start();
+    };
+    Toys toys;
+    for (uint64_t i = 0; i < 2; ++i)
+      toys.push_back(std::make_unique<Toy>(fated(rig, i + 1, fate), signature_of(mode), i + 1));
+    join(toys);
+    ASSERT_TRUE(on_disk(rig, 0));
+    armed = true;
+    descend(toys, mode, 9);
+    EXPECT_GT(events, when);
+    expect_agreement(toys);
+    EXPECT_TRUE(toys[0]->weights.values == expected);
+    expect_ledger(*rig.hub());
+    for (auto& toy : toys) EXPECT_GT(toy->client.counts().reconnects, 0u);
+  }
+}
+
+TEST_P(ServerKilled, WhileItSavesEndsWithTheSameWeights) {
+  const Mode mode = GetParam();
+  const auto expected = undisturbed(mode, 2, 9);
+  for (const char* at : {"opened", "half", "written", "synced", "linked", "renamed", "kept"}) {
+    SCOPED_TRACE(at);
+    HubOptions options = faulty(2);
+    options.checkpoint = scratch_file(std::string("saving_") + mode.name);
+    options.save_every = 3;
+    std::atomic<bool> armed{false}, there{false}, dead{false};
+    options.save_hook = [&](const char* stage) {
+      if (!armed || std::strcmp(stage, at) != 0) return;
+      there = true;
+      while (!dead) std::this_thread::sleep_for(1ms);
+      throw Error(ErrorKind::io, "killed here", "path");
+    };
+    Rig rig(options);
+    Toys toys = crew(rig, signature_of(mode), 2);
+    join(toys);
+    ASSERT_TRUE(on_disk(rig, 0));
+    descend(toys, mode, 4);  // one is saved as well
+    ASSERT_TRUE(on_disk(rig, 3));
+    armed = true;
+    std::thread killer([&] {
+      EXPECT_TRUE(eventually([&] { return there.load(); }));
+      std::thread release([&] {
+        EXPECT_TRUE(eventually([&] { return rig.hub() == nullptr; }));  // nobody hears of it any more
+        armed = false;
+        dead = true;
+      });
+      rig.kill();
+      release.join();
+      rig.start();
+    });
+    descend(toys, mode, 9);
+    killer.join();
+    expect_agreement(toys);
+    EXPECT_TRUE(toys[0]->weights.values == expected);
+    expect_ledger(*rig.hub());
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Sending, ServerKilled,
+                         testing::Values(Mode{"weights", false, false}, Mode{"updates", true, false},
+                                         Mode{"pools", false, true}),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+TEST(ServerRestart, AStepWhoseOnlyContributorIsDeadIsPassedOver) {
+  HubOptions options = faulty(1);
+  options.deadline_s = 0.15;
+  options.return_s = 0.4;
+  options.checkpoint = scratch_file("only.gwc");
+  options.save_every = 4;
+  Rig rig(options);
+  Toys toys = crew(rig, small_signature(), 2);
+  join(toys);
+  work(toys, 4);
+  ASSERT_TRUE(on_disk(rig, 4));
+  toys[0]->work();  // alone, at the deadline
+  EXPECT_EQ(toys[1]->work(), 5u);
+  EXPECT_GT(toys[1]->client.counts().late, 0u);
+  work(toys, 6);
+  ASSERT_EQ(rig.hub()->status()["durable_step"], 4);
+  rig.kill();
+  toys.erase(toys.begin());
+  rig.start();
+  ASSERT_EQ(rig.hub()->status()["step"], 4);
+  work(toys, 9);
+  EXPECT_GT(toys[0]->client.counts().replayed, 0u);
+  expect_ledger(*rig.hub());
+  ASSERT_TRUE(toys[0]->client.leave(10));
+  EXPECT_LT(rig.hub()->status()["ledger"]["relative"], 1e-6);
+}
+
+TEST(ServerRestart, ADamagedCheckpointIsAStepBackThatTheLedgerShows) {
+  HubOptions options = faulty(2);
+  options.checkpoint = scratch_file("damaged.gwc");
+  options.save_every = 3;
+  Rig rig(options);
+  Toys toys = crew(rig, small_signature(), 2);
+  join(toys);
+  for (uint64_t step : {3, 6}) {
+    work(toys, step);
+    ASSERT_TRUE(on_disk(rig, step));
+  }
+  work(toys, 7);  // on the way they hear of it
+  rig.kill();
+  std::filesystem::resize_file(options.checkpoint, std::filesystem::file_size(options.checkpoint) / 2);
+  rig.start();
+  EXPECT_EQ(rig.hub()->status()["step"], 3);
+  work(toys, 9);
+  expect_agreement(toys);
+  // Workers had been told that steps 3 to 5 were safe: these are gone, and not in silence.
+  EXPECT_GT(rig.hub()->status()["ledger"]["relative"], 1e-3);
+}
+
+// The disk.
+
+class DiskTrouble : public testing::TestWithParam<std::tuple<bool, bool>> {};
+
+TEST_P(DiskTrouble, HoldsTrainingUpAfterThreeIntervalsAndNotForGood) {
+  const auto [async, hangs] = GetParam();
+  HubOptions options = faulty(2);
+  options.async = async;
+  options.checkpoint = scratch_file("disk.gwc");
+  options.save_every = 3;
+  std::atomic<bool> broken{false};
+  options.save_hook = [&, hangs = hangs](const char*) {
+    while (hangs && broken) std::this_thread::sleep_for(1ms);
+    if (broken) throw Error(ErrorKind::io, "No space left on device", "path");
+  };
+  Rig rig(options);
+  Toys toys = crew(rig, small_signature(), 2);
+  join(toys);
+  ASSERT_TRUE(on_disk(rig, 0));
+  broken = true;
+  std::atomic<uint64_t> most{0};
+  std::atomic<uint32_t> running{2};
+  std::vector<std::thread> threads;
+  for (auto& toy : toys)
+    threads.emplace_back([&] {
+      for (int i = 0; i < 30; ++i) {
+        toy->work();
+        uint64_t kept = toy->client.memory().messages, before = most;
+        while (kept > before && !most.compare_exchange_weak(before, kept)) {
+        }
+      }
+      --running;
+    });
+  EXPECT_TRUE(eventually([&] { return rig.hub()->status()["state"] == "waiting for the disk"; }));
+  EXPECT_TRUE(eventually([&] { return rig.hub()->status()["step"] >= 10; }));
+  const uint64_t step = rig.hub()->status()["step"];
+  EXPECT_LE(step, async ? 21u : 10u);
+  EXPECT_EQ(running, 2u);
+  if (!hangs) {
+    EXPECT_TRUE(eventually([&] { return rig.hub()->status()["checkpoint"]["failed"] > 0; }));
+    EXPECT_EQ(rig.hub()->status()["checkpoint"]["last_error"], "No space left on device");
+  }
+  broken = false;
+  for (std::thread& thread : threads) thread.join();
+  expect_ledger(*rig.hub());
+  const uint64_t one =
+      static_cast<uint64_t>(toys[0]->client.bits() * static_cast<double>(toys[0]->weights.count()) / 8);
+  EXPECT_LE(most, 23 * one);
+  if (!async) {
+    EXPECT_LE(most, 12 * one);
+    expect_agreement(toys);
+  }
+  EXPECT_EQ(rig.hub()->status()["checkpoint"]["last_error"], nullptr);
+}
+INSTANTIATE_TEST_SUITE_P(AsyncHangs, DiskTrouble, testing::Combine(testing::Bool(), testing::Bool()));
+
+}  // namespace
+}  // namespace gradwire::server

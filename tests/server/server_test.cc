@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the parameter server promises when nothing goes wrong: the arithmetic of the method, steps, joining, leaving, modes.
+#include <unistd.h>
+
+#include "server/server_fixture.h"
+
+namespace gradwire::server {
+namespace {
+
+HubOptions quick(uint32_t min_workers = 1) { return small_hub(min_workers, 5); }
+
+void run_all(Toys& toys, uint64_t steps) {
+  std::vector<std::thread> threads;
+  for (auto& toy : toys)
+    threads.emplace_back([&] {
+      toy->join();
+      while (toy->step < steps) toy->work();
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+void expect_ledger(const Hub& hub) {
+  const nlohmann::json ledger = hub.status()["ledger"];
+  EXPECT_GT(ledger["magnitude"].get<double>(), 0);
+  EXPECT_LT(ledger["relative"].get<double>(), 1e-6) << ledger.dump();
+}
+
+TEST(Server, OneWorkerWithoutCompressionIsPlainDescent) {
+  Signature signature = small_signature();
+  signature.up = signature.down = "fp32";
+  Rig rig(quick());
+  Toy toy(rig, signature, 1);
+  EXPECT_EQ(toy.join(), 0u);
+  Tensors expected(signature);
+  for (uint64_t step = 0; step < 5; ++step) {
+    EXPECT_EQ(toy.work(), step + 1);
+    for (size_t i = 0; i < expected.values.size(); ++i)
+      for (size_t k = 0; k < expected.values[i].size(); ++k) {
+        expected.values[i][k] -= toy.update.values[i][k];
+        ASSERT_EQ(toy.weights.values[i][k], expected.values[i][k]);
+      }
+  }
+  expect_ledger(*rig.hub());
+}
+
+TEST(Server, WorkersHoldTheSameWeightsAndReachTheTarget) {
+  const Signature signature = small_signature();
+  Rig rig(quick(3));
+  auto toys = crew(rig, signature, 3);
+  run_all(toys, 120);
+  for (const auto& toy : toys) {
+    EXPECT_EQ(toy->weights.values, toys[0]->weights.values);
+    EXPECT_LT(toy->distance(), 0.15);
+  }
+  expect_ledger(*rig.hub());
+  EXPECT_EQ(rig.hub()->status()["step"], 120);
+}
+
+TEST(Server, UpdatesDownWithFeedbackReachTheTargetToo) {
+  Signature signature = small_signature();
+  signature.sends_updates = true;
+  signature.down = "loggrid:k=6";
+  Rig rig(quick(2));
+  auto toys = crew(rig, signature, 2);
+  run_all(toys, 150);
+  EXPECT_EQ(toys[1]->weights.values, toys[0]->weights.values);
+  EXPECT_LT(toys[0]->distance(), 0.15);
+  expect_ledger(*rig.hub());
+  // One who joins later receives everything, and agrees.
+  Toy late(rig, signature, 9);
+  EXPECT_EQ(late.join(), 150u);
+  EXPECT_EQ(late.weights.values, toys[0]->weights.values);
+}
+
+TEST(Server, EveryCodecGoesUpAndDown) {
+  for (const CodecInfo& info : codecs()) {
+    SCOPED_TRACE(info.name);
+    Signature signature = small_signature();
+    signature.up = signature.down = info.example;
+    Rig rig(quick(2));
+    auto toys = crew(rig, signature, 2);
+    run_all(toys, 3);
+    EXPECT_EQ(toys[1]->weights.values, toys[0]->weights.values);
+    expect_ledger(*rig.hub());
+  }
+}
+
+TEST(Server, AWorkerThatLeavesHandsItsResidualOver) {
+  Signature signature = small_signature();
+  signature.down = "fp32";
+  Rig rig(quick(1));
+  Toy toy(rig, signature, 1);
+  toy.join();
+  for (int i = 0; i < 7; ++i) toy.work();
+  ASSERT_TRUE(toy.client.leave(10));
+  const nlohmann::json status = rig.hub()->status();
+  EXPECT_EQ(status["ledger"]["held"], 0.0);
+  expect_ledger(*rig.hub());
+  EXPECT_NEAR(status["ledger"]["applied"].get<double>(), status["ledger"]["computed"].get<double>(),
+              1e-6 * status["ledger"]["magnitude"].get<double>());
+  EXPECT_TRUE(rig.hub()->finished());
+  // Nothing is missing, element by element: what the next worker is given is what was computed. f32 rounds seven sums of
+  // magnitude below 1, here and there.
+  Toy next(rig, signature, 2);
+  next.join();
+  for (size_t i = 0; i < toy.computed.size(); ++i)
+    for (size_t k = 0; k < toy.computed[i].size(); ++k)
+      ASSERT_NEAR(next.weights.values[i][k], -toy.computed[i][k], 2e-6);
+}
+
+TEST(Server, AJoinerWithAnotherModelIsToldTheDifference) {
+  const Signature signature = small_signature();
+  Rig rig(quick());
+  Toy first(rig, signature, 1);
+  first.join();
+  Signature other = signature;
+  other.parameters[1].shape = {61};
+  Toy second(rig, other, 2);
+  try {
+    second.join();
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("'conv.bias' [60] at the server, 'conv.bias' [61] here"),
+              std::string::npos)
+        << error.what();
+  }
+  other = signature;
+  other.up = "qsgd:bits=4";
+  Toy third(rig, other, 3);
+  EXPECT_THROW(third.join(), Error);
+  EXPECT_EQ(rig.hub()->status()["refused"]["signature"], 2);
+}
+
+TEST(Server, WhatCannotBeCutMustFitAFrame) {
+  Signature signature;
+  signature.parameters = {{"huge.weight", {16'000'000}}};
+  signature.up = "onebit:mode=paper";  // one unit, the whole tensor
+  EXPECT_THROW(check_limits(signature, {}), Error);
+  signature.up = "onebit";
+  EXPECT_NO_THROW(check_limits(signature, {}));
+  signature.buffers = {{"huge.mean", {16'000'000}}};
+  EXPECT_THROW(check_limits(signature, {}), Error);
+}
+
+TEST(Server, ItIsFullAtItsLimit) {
+  HubOptions options = quick();
+  options.max_workers = 2;
+  Rig rig(options);
+  auto toys = crew(rig, small_signature(), 3);
+  toys[0]->join();
+  toys[1]->join();
+  EXPECT_THROW(toys[2]->join(), Error);
+}
+
+TEST(Server, AStepWaitsForTheWorkersThatItNeeds) {
+  Rig rig(quick(2));
+  auto toys = crew(rig, small_signature(), 2);
+  toys[0]->join();
+  std::thread first([&] { toys[0]->work(); });
+  std::this_thread::sleep_for(100ms);
+  EXPECT_EQ(rig.hub()->status()["step"], 0);
+  EXPECT_EQ(rig.hub()->status()["state"], "waiting for workers");
+  toys[1]->join();
+  toys[1]->work();
+  first.join();
+  EXPECT_EQ(rig.hub()->status()["step"], 1);
+}
+
+TEST(Server, ALateUpdateGoesBackIntoTheResidual) {
+  HubOptions options = quick(1);
+  options.deadline_s = 0.2;
+  Rig rig(options);
+  auto toys = crew(rig, small_signature(), 2);
+  toys[0]->join();
+  toys[1]->join();
+  toys[0]->work();  // closes at the deadline without the other
+  toys[0]->work();
+  EXPECT_EQ(toys[0]->step, 2u);
+  EXPECT_EQ(toys[1]->work(), 2u);
+  EXPECT_EQ(toys[1]->client.counts().applied, 0u);
+  EXPECT_GT(toys[1]->client.counts().late, 0u);
+  double owed = 0, computed = 0;
+  for (size_t i = 0; i < toys[1]->computed.size(); ++i)
+    for (size_t k = 0; k < toys[1]->computed[i].size(); ++k) {
+      owed = std::max(owed, std::fabs(toys[1]->client.residual(i)[k] - toys[1]->computed[i][k]));
+      computed = std::max(computed, std::fabs(toys[1]->computed[i][k]));
+    }
+  EXPECT_LT(owed, 1e-6 * computed);  // all of it, to f32 rounding
+  std::thread first([&] { toys[0]->work(); });
+  toys[1]->work();
+  first.join();
+  EXPECT_EQ(toys[0]->weights.values, toys[1]->weights.values);
+  expect_ledger(*rig.hub());
+}
+
+TEST(Server, WithoutStepsWorkersRunAtTheirOwnPaceWithinTheBound) {
+  HubOptions options = quick(1);
+  options.async = true;
+  options.staleness = 2;
+  Rig rig(options);
+  auto toys = crew(rig, small_signature(), 3);
+  std::vector<std::thread> threads;
+  for (auto& toy : toys) toy->join();
+  for (size_t i = 0; i < toys.size(); ++i)
+    threads.emplace_back([&, i] {
+      for (int step = 0; step < 80; ++step) {
+        toys[i]->work();
+        if (i == 0) std::this_thread::sleep_for(1ms);  // a slow one
+      }
+      EXPECT_TRUE(toys[i]->client.leave(10));
+    });
+  for (std::thread& thread : threads) thread.join();
+  const nlohmann::json status = rig.hub()->status();
+  EXPECT_LE(status["staleness"]["max"].get<uint64_t>(), 3 * 5u);
+  EXPECT_EQ(status["refused"]["late"], 0);
+  expect_ledger(*rig.hub());
+  Toy next(rig, small_signature(), 7);
+  next.join();
+  EXPECT_LT(next.distance(), 0.25);
+}
+
+TEST(Server, WithoutStepsANewcomerBeginsAtTheStepOfTheOthers) {
+  HubOptions options = quick(1);
+  options.async = true;
+  Rig rig(options);
+  Toys toys = crew(rig, small_signature(), 3);
+  toys[0]->join();
+  toys[1]->join();
+  for (int step = 0; step < 6; ++step)
+    for (int i : {0, 1}) toys[static_cast<size_t>(i)]->work();
+  EXPECT_EQ(toys[0]->step, 6u);
+  EXPECT_EQ(toys[2]->join(), 6u);  // the server has counted twelve updates
+}
+
+TEST(Server, SharedMomentsAreTheMeanOfTheWorkers) {
+  Signature signature = small_signature();
+  signature.pools = true;
+  Rig rig(quick(2));
+  auto toys = crew(rig, signature, 2);
+  std::vector<Tensors> second;
+  second.emplace_back(signature, 1.0f);
+  second.emplace_back(signature, 4.0f);
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < 2; ++i)
+    threads.emplace_back([&, i] {
+      toys[i]->join();
+      for (int round = 0; round < 3; ++round) {
+        toys[i]->client.pool(second[i].pointers);
+        toys[i]->work();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(second[0].values, second[1].values);
+  EXPECT_EQ(second[0].values[2][12345], 2.5f);
+  EXPECT_EQ(toys[0]->weights.values, toys[1]->weights.values);
+}
+
+TEST(Server, BuffersOfTheFirstWorkerReachThoseWhoJoin) {
+  const Signature signature = small_signature();
+  Rig rig(quick(1));
+  Toy first(rig, signature, 1);
+  first.join();
+  first.work();
+  EXPECT_TRUE(first.client.keeper());
+  std::vector<float> mean(60, 3.5f);
+  const float* list[] = {mean.data()};
+  first.client.send_buffers(list);
+  first.work();
+  Toy second(rig, signature, 2);
+  second.join();
+  std::vector<float> received(60);
+  float* to[] = {received.data()};
+  ASSERT_TRUE(second.client.take_buffers(to));
+  EXPECT_EQ(received, mean);
+}
+
+TEST(Server, ARestartedServerGoesOnFromItsCheckpointAndWorkersSendAgainWhatItForgot) {
+  HubOptions options = quick(2);
+  options.checkpoint = scratch_file("restart.gwc");
+  options.save_every = 4;
+  Rig rig(options);
+  // The same run without a restart.
+  HubOptions plain = quick(2);
+  Rig other(plain);
+  auto expected = crew(other, small_signature(), 2);
+  for (auto& toy : expected) toy->join();  // in this order: slots
+  auto toys = crew(rig, small_signature(), 2);
+  for (auto& toy : toys) toy->join();
+  const auto work = [](Toys& list, uint64_t until) {
+    std::vector<std::thread> threads;
+    for (auto& toy : list)
+      threads.emplace_back([&toy, until] {
+        while (toy->step < until) toy->work();
+      });
+    for (std::thread& thread : threads) thread.join();
+  };
+  work(expected, 12);
+  work(toys, 7);
+  while (rig.hub()->status()["durable_step"] < 4) std::this_thread::sleep_for(5ms);
+  rig.kill();
+  rig.start();
+  EXPECT_EQ(rig.hub()->status()["step"], 4);
+  work(toys, 12);
+  EXPECT_EQ(toys[0]->weights.values, expected[0]->weights.values);
+  EXPECT_EQ(toys[1]->weights.values, expected[0]->weights.values);
+  EXPECT_GT(toys[0]->client.counts().replayed, 0u);
+  expect_ledger(*rig.hub());
+}
+
+}  // namespace
+}  // namespace gradwire::server
