@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a hook survives: bit for bit on the same world, with its debt kept on another, through torch.save and through
+"""The state of a hook survives: bit for bit on the same number of ranks, with its residuals redistributed on another, through torch.save and through
 torch.distributed.checkpoint.
 """
 
@@ -53,7 +53,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(ranks: Ranks, tmp_path:
         assert equal(a[0], b[0]) and a[1] == b[1] and a[2][4:] == b[2]
 
 
-def debts(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+def total_residual(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """In units of the mean: (1/W) sum of the workers' residuals + the owners'."""
     total: dict[str, torch.Tensor] = {}
     for part in state["ranks"].values():
@@ -78,21 +78,21 @@ def trained_state(rank: Rank, gather: str) -> Any:
     return hook.state_dict(gather=gather)
 
 
-@pytest.mark.parametrize("gather", ["all", "debt"])
+@pytest.mark.parametrize("gather", ["all", "merged"])
 @pytest.mark.parametrize("world", [1, 3, 4, 6])
-def test_another_world_keeps_the_debt(ranks: Ranks, world: int, gather: str) -> None:
+def test_another_world_keeps_the_sum_of_residuals(ranks: Ranks, world: int, gather: str) -> None:
     exact = ranks.run(4, trained_state, "all")[0]
     saved = ranks.run(4, trained_state, gather)
     assert all(other == {} for other in saved[1:])
     assert saved[0]["world"] == (4 if gather == "all" else 1)
     moved = ranks.run(world, reloaded, saved[0])[0]
     assert moved["world"] == world
-    before, after = debts(exact), debts(moved)
+    before, after = total_residual(exact), total_residual(moved)
     assert before.keys() == after.keys() and len(before) >= 2
-    for name, owed in before.items():
-        assert owed.abs().max() > 0
+    for name, residual in before.items():
+        assert residual.abs().max() > 0
         # Three f32 roundings of numbers up to twice the largest.
-        assert (after[name] - owed).abs().max() <= 2 * owed.abs().max() * 2**-22, name
+        assert (after[name] - residual).abs().max() <= 2 * residual.abs().max() * 2**-22, name
 
 
 @pytest.mark.parametrize("world", [3, 6])
@@ -129,8 +129,8 @@ def test_distributed_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
     other = ranks.run(2, from_checkpoint, str(tmp_path))
     together = {"world": 3, "ranks": {key: part for _, state in same for key, part in state["ranks"].items()}}
     moved = {"world": 2, "ranks": {key: part for _, state in other for key, part in state["ranks"].items()}}
-    for name, owed in debts(together).items():
-        assert (debts(moved)[name] - owed).abs().max() <= 2 * owed.abs().max() * 2**-22
+    for name, residual in total_residual(together).items():
+        assert (total_residual(moved)[name] - residual).abs().max() <= 2 * residual.abs().max() * 2**-22
 
 
 def broken(rank: Rank, how: str) -> Any:
@@ -172,7 +172,7 @@ def broken(rank: Rank, how: str) -> Any:
         ("unknown", "parameter '9.weight', which this model does not have"),
         ("size", "parameter '2.weight' has 9216 elements; its up residual in the state has 3"),
         ("rank", "this is rank"),
-        ("world", "all ranks' states are needed"),
+        ("world", "the states of all ranks are needed"),
         ("nonsense", "has no 'ranks'"),
         ("step", "MismatchError: ranks disagree about step: rank 0 has '2', rank 1 has '7'"),
     ],
