@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DDP hook on a GPU: the bits of the CPU, through NCCL (one rank) and through Gloo (several ranks on one GPU); a step with an Inf
-changes nothing, though the host does not wait for the GPU to find out; and in steady state the host waits for nothing.
+"""The DDP hook on a GPU: the bits of the CPU, through NCCL (one rank) and through Gloo (several ranks on one GPU); a
+step with an Inf changes nothing, though the host does not wait for the GPU to find out; and in steady state the host
+waits for nothing.
 """
 
 from __future__ import annotations

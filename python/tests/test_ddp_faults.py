@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input is one clear exception each, and the process group stays usable where torch allows it; a rank that dies or stalls
-is an error on the others, within the time-out.
+"""Bad input is one clear exception each, and the process group stays usable where torch allows it; a rank that dies or
+stalls is an error on the others, within the time-out.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ def test_a_rank_that_dies_is_an_error_on_the_others(dies: str) -> None:
     pool = Ranks(3)
     try:
         pool.start(3, endless, dies)
-        # Without `timeout` the process group would wait for half an hour, which is longer than these tests wait for a rank.
+        # Without `timeout` the process group would wait for half an hour, which is longer than these tests wait for a
+        # rank.
         outcomes = pool.results(3)
         for rank in (0, 2):
             fine, value = outcomes[rank]
@@ -204,8 +205,8 @@ def test_errors_are_of_the_package() -> None:
 
 
 def forgotten(rank: Rank) -> Any:
-    """The threads that carry messages hold the last bucket until they have returned from it, which may be some time after
-    backward() has its result. So one collection of garbage may come too early."""
+    """The threads that carry messages hold the last bucket until they have returned from it, which may be some time
+    after backward() has its result. So one collection of garbage may come too early."""
     ddp, optimizer, hook = prepared(rank, "qsgd:bits=4")
     train(rank, ddp, optimizer, range(2))
     model, kept = weakref.ref(ddp), weakref.ref(hook)

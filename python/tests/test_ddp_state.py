@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a hook survives: bit for bit on the same number of ranks, with its residuals redistributed on another, through torch.save and through
-torch.distributed.checkpoint.
+"""The state of a hook survives: bit for bit on the same number of ranks, with its residuals redistributed on another,
+through torch.save and through torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch
 from ranks import Rank, RankError, Ranks
 from test_ddp import equal, prepared, train, weights
 
+import gradwire
 import gradwire.torch as gw
 
-SPECS = ["qsgd:bits=2", "optquant:bits=3", "onebit", "dqsgd:budget=4.5", "topk:ratio=0.05", "casq:bits=2", "fft:theta=0.85"]
+CODECS = ["qsgd:bits=2"] + [info["example"] for info in gradwire.codecs() if info["learns"] or info["feedback"]]
 
 
 def whole_run(rank: Rank, codec: str, steps: int) -> Any:
@@ -44,7 +45,7 @@ def second_half(rank: Rank, codec: str, steps: range, folder: str, files: int) -
     return weights(ddp), hook.residual_hash(), losses
 
 
-@pytest.mark.parametrize("codec", SPECS)
+@pytest.mark.parametrize("codec", CODECS)
 def test_a_resumed_run_is_the_run_that_was_never_stopped(ranks: Ranks, tmp_path: Path, codec: str) -> None:
     whole = ranks.run(3, whole_run, codec, 8)
     ranks.run(3, first_half, codec, 4, str(tmp_path), None)
@@ -150,6 +151,26 @@ def broken(rank: Rank, how: str) -> Any:
         state["world"] = 5
     elif how == "nonsense":
         state = {"foo": 1}
+    elif how == "nan" and rank.rank == 1:
+        own["up"]["2.weight"][5] = float("nan")
+    elif how == "inf":
+        next(iter(own["down"].values()))[0] = float("inf")
+    elif how == "huge step":
+        state["step"] = 2**70
+    elif how == "negative step":
+        state["step"] = -1
+    elif how == "huge world":
+        state["world"] = 10**9
+    elif how == "no world":
+        state["world"] = 0
+    elif how == "list":
+        state["ranks"] = [own]  # type: ignore[assignment]
+    elif how == "meta":
+        own["up"]["2.weight"] = torch.zeros(9216, device="meta")
+    elif how == "text":
+        own["up"]["2.weight"] = "zeros"
+    elif how == "key":
+        own["down"]["2.weight"] = torch.zeros(3)
     elif how == "step" and rank.rank == 1:
         state["step"] = 7
     elif how == "one rank" and rank.rank == 1:
@@ -175,6 +196,16 @@ def broken(rank: Rank, how: str) -> Any:
         ("world", "the states of all ranks are needed"),
         ("nonsense", "has no 'ranks'"),
         ("step", "MismatchError: ranks disagree about step: rank 0 has '2', rank 1 has '7'"),
+        ("nan", "the up residual of parameter '2.weight' of rank 1 is not finite"),
+        ("inf", "is not finite: it contains a NaN or an Inf"),
+        ("huge step", "UsageError: step is 1180591620717411303424 in the state; allowed is an integer from 0"),
+        ("negative step", "UsageError: step is -1 in the state; allowed is an integer from 0"),
+        ("huge world", "the state was saved with 1000000000 ranks, and there are 2 now"),
+        ("no world", "UsageError: world is 0 in the state; allowed is an integer from 1"),
+        ("list", "UsageError: state is not a result of Hook.state_dict()"),
+        ("meta", "UsageError: the state is damaged: the up residual of parameter '2.weight' of rank"),
+        ("text", "UsageError: the state is damaged: the up residual of parameter '2.weight' of rank"),
+        ("key", "UsageError: the state is damaged: '2.weight' is not the name of a down residual"),
     ],
 )
 def test_states_that_do_not_fit_are_refused_by_name(ranks: Ranks, how: str, words: str) -> None:

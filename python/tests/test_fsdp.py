@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 with gradients and weights compressed, on Gloo and the CPU: what is left to torch has torch's bits, ranks compute with the same
-weights, residuals follow the steps that count, and what cannot be done is refused by name.
+"""FSDP2 with gradients and weights compressed, on Gloo and the CPU: what is left to torch has torch's bits, ranks
+compute with the same weights, residuals follow the steps that count, and what cannot be done is refused by name.
 """
 
 import pytest

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residuals of a sharded model: what they are good for, what they take, which steps change them, and how they are saved and loaded.
+"""Residuals of a sharded model: what they are good for, what they take, which steps change them, and how they are saved
+and loaded.
 """
 
 import logging

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks agree before data moves. What must be equal on all ranks is gathered once, when a model is set up. A rank that cannot
-take part says so instead of staying away, so the others fail at once and not by a time-out. These errors are raised at
-the same place on all ranks, so the process group stays usable.
+"""Ranks agree before data moves. What must be equal on all ranks is gathered once, when a model is set up. A rank that
+cannot take part says so instead of staying away, so the others fail at once and not by a time-out. These errors are
+raised at the same place on all ranks, so the process group stays usable.
 """
 
 from typing import Callable, TypeVar

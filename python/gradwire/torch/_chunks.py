@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket of DDP is split into chunks, and each chunk is an all-reduce of its own. Chunks follow each other on the link: while
-one is being sent the next one is encoded, and many short exchanges fill a link better than two long ones.
+"""A bucket of DDP is split into chunks, and each chunk is an all-reduce of its own. Chunks follow each other on the
+link: while one is being sent the next one is encoded, and many short exchanges fill a link better than two long ones.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ from ._transport import Exchange
 if TYPE_CHECKING:
     from ._ddp import DdpHook
 
-# Elements of a chunk. On a link that carries fewer than SLOW bytes per second FINE_CHUNK fills the link best; on a faster link
-# CHUNK takes the least work of the processor.
+# Elements of a chunk. On a link that carries fewer than SLOW bytes per second FINE_CHUNK fills the link best; on a
+# faster link CHUNK takes the least work of the processor.
 SLOW, FINE_CHUNK, CHUNK = 1.2e7, 1 << 19, 1 << 20
 ChunkKey = tuple[tuple[int, ...], int, int]  # tensors; which chunk of how many, if it is a part of a single tensor
 
 
 def split(tensors: tuple[int, ...], counts: list[int], model: "_core.RelayModel", elements: int) -> list[ChunkKey]:
-    """The chunks of a bucket, of about so many elements each. 0: the bucket stays whole, as on CUDA streams, where DDP's buckets
-    are small enough, and large enough to be worth their kernel launches."""
+    """The chunks of a bucket, of about so many elements each. 0: the bucket stays whole, as on CUDA streams, where
+    DDP's buckets are small enough, and large enough to be worth their kernel launches."""
     if elements == 0:
         return [(tensors, 0, 1)]
     chunks: list[ChunkKey] = []
@@ -76,8 +76,9 @@ class Chunk(CodingTask):
             return self.exchange("up", send, slots, answers)
 
     def _unused(self) -> list[int]:
-        """With find_unused_parameters: which parameters no rank has used in this step. DDP discards their result, so their
-        residual must not become a part of it. This costs a small all-reduce per bucket, as DDP's own search does."""
+        """With find_unused_parameters: which parameters no rank has used in this step. DDP discards their result, so
+        their residual must not become a part of it. This costs a small all-reduce per bucket, as DDP's own search
+        does."""
         ddp = self.hook._ddp()
         if ddp is None or not ddp.find_unused_parameters or ddp.static_graph:
             return []

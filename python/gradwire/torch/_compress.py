@@ -34,45 +34,51 @@ def compress(
     threads: int = 1,
     timeout: timedelta | float | None = None,
 ) -> Hook:
-    """Compresses what a distributed model sends, and returns the hook, which holds the state. Collective: all ranks call it.
+    """Compresses what a distributed model sends, and returns the hook, which holds the state. All ranks must call it.
 
     A second call for the same model replaces the first hook; `hook.remove()` ends the compression.
 
-    model: a DistributedDataParallel, a model sharded by torch.distributed.fsdp.fully_shard (FSDP2), or a module that contains
-        exactly one of them.
-    codec: how gradients are encoded. Either a codec, such as "optquant:bits=4" (`python -m gradwire codecs` lists them), or
-        rules, which map names to codecs: in "*.bias=fp32;1d=fp32;<1024=fp32;head.*=qsgd:bits=8;*=optquant:bits=4" the first
-        pattern that matches decides. A codec alone leaves parameters with one dimension, or with fewer than `min_elements`
-        elements, in fp32. Where all parameters are "fp32", torch's own collective is used, with the bits of the plain model.
-        Under FSDP2 names are those of the modules that fully_shard was called on (the outermost one is "(root)"), because FSDP
-        sends all parameters of a module as one buffer, and None leaves gradients to torch.
-    feedback: whether what compression leaves out of a gradient (the residual) is added to the next one. None: under DDP where
-        the codec asks for it; under FSDP2 off, because it needs a residual of the whole model on every rank, not only of
-        its shard. How many bytes that takes is logged (logger "gradwire", level INFO), and is in `stats()`.
+    model: a DistributedDataParallel, a model sharded by torch.distributed.fsdp.fully_shard (FSDP2), or a module that
+        contains exactly one of them.
+    codec: how gradients are encoded. Either a codec, such as "optquant:bits=4" (`python -m gradwire codecs` lists
+        them), or rules, which map names to codecs: in
+        "*.bias=fp32;1d=fp32;<1024=fp32;head.*=qsgd:bits=8;*=optquant:bits=4" the first pattern that matches decides. A
+        codec alone leaves parameters with one dimension, or with fewer than `min_elements` elements, in fp32. Where all
+        parameters are "fp32", torch's own collective is used, with the bits of the plain model. Under FSDP2 names are
+        those of the modules that fully_shard was called on (the outermost one is "(root)"), because FSDP sends all
+        parameters of a module as one buffer, and None leaves gradients to torch.
+    feedback: whether what compression leaves out of a gradient (the residual) is added to the next one. None: under DDP
+        where the codec asks for it; under FSDP2 off, because it needs a residual of the whole model on every rank, not
+        only of its shard. How many bytes that takes is logged (logger "gradwire", level INFO), and is in `stats()`.
     residual: torch.float32 or torch.bfloat16, the type that residuals are kept in.
-    min_elements: tensors with fewer elements (under FSDP2: shards) are not compressed, if a codec is given and not rules.
-    scaler: the GradScaler, if there is one. Residuals are kept without its scale, and a step that it skips changes nothing.
+    min_elements: tensors with fewer elements (under FSDP2: shards) are not compressed, if a codec is given and not
+        rules.
+    scaler: the GradScaler, if there is one. Residuals are kept without its scale, and a step that it skips changes
+        nothing.
     seed: of random rounding.
     threads: processor threads that encode and decode.
 
     Only for DDP:
 
-    down: codec or rules for the reduced gradients on their way back to all ranks. Default: as `codec`, rounded to nearest.
-    method: "scatter" (default): every rank reduces a shard and sends the result, so bytes do not grow with the number of
-        ranks. "gather": every rank receives the messages of all ranks, as most papers describe it.
+    down: codec or rules for the reduced gradients on their way back to all ranks. Default: as `codec`, rounded to
+        nearest.
+    method: "scatter" (default): every rank reduces a shard and sends the result, so bytes do not grow with the number
+        of ranks. "gather": every rank receives the messages of all ranks, as most papers describe it.
     owner_feedback: feedback for the way back. Default: True.
     warmup: the number of first steps that are sent uncompressed. Default: 0.
-    measure_every: every so many steps the error of each parameter is measured: `stats()["parameters"]`. Default: 0, never.
-    guard: a limit for that squared relative error, ||x - x'||^2 / ||x||^2. A parameter that exceeds it on any rank is sent
-        uncompressed from then on, with a warning. Sets measure_every to 50 where it is not given.
+    measure_every: every so many steps the error of each parameter is measured: `stats()["parameters"]`. Default: 0,
+        never.
+    guard: a limit for that squared relative error, ||x - x'||^2 / ||x||^2. A parameter that exceeds it on any rank is
+        sent uncompressed from then on, with a warning. Sets measure_every to 50 where it is not given.
     timeout: seconds until a rank that does not answer is an error. Default: the time-out of the model's process group.
 
     Only for FSDP2:
 
-    weights: codec or rules for the weights on their way from their owners to all ranks, rounded to nearest. The sharded weights
-        that the optimizer updates stay exact, and every rank, the owner too, computes with the same rounded bits. Codecs that
-        learn are refused, because the forward and the backward pass must see the same weights. Default: None, left to torch.
-        In a hybrid mesh (replicate x shard) the shard dimension is compressed; the all-reduce between replicas is torch's.
+    weights: codec or rules for the weights on their way from their owners to all ranks, rounded to nearest. The sharded
+        weights that the optimizer updates stay exact, and every rank, the owner too, computes with the same rounded
+        bits. Codecs that learn are refused, because the forward and the backward pass must see the same weights.
+        Default: None, left to torch. In a hybrid mesh (replicate x shard) the shard dimension is compressed; the
+        all-reduce between replicas is torch's.
     """
     kind, inner = _recognise(model)
     options: dict[str, Any] = {

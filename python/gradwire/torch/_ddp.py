@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hook for DistributedDataParallel. DDP hands over buckets of gradients in the order of the backward pass; each bucket is
-sent, compressed, while the rest is still being computed. Residuals are kept by parameter name: DDP rebuilds its buckets
-after the first step, and a resumed job starts with other buckets, and neither loses anything.
+"""The hook for DistributedDataParallel. DDP hands over buckets of gradients in the order of the backward pass; each
+bucket is sent, compressed, while the rest is still being computed. Residuals are kept by parameter name: DDP rebuilds
+its buckets after the first step, and a resumed job starts with other buckets, and neither loses anything.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a communication hook with its own types.
@@ -29,9 +29,9 @@ from ._transport import Transport
 
 
 class _Slot:
-    """What DDP holds. DDP accepts one communication hook per model, forever, so the hook that is registered only looks into this
-    slot, where a hook can be replaced and removed. DDP copies what it holds when it is copied or pickled; the copy of a slot
-    is empty, as the copied DDP has no communication hook either."""
+    """What DDP holds. DDP accepts one communication hook per model, forever, so the hook that is registered only looks
+    into this slot, where a hook can be replaced and removed. DDP copies what it holds when it is copied or pickled; the
+    copy of a slot is empty, as the copied DDP has no communication hook either."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -252,8 +252,8 @@ class DdpHook(Hook):
         return float(self._scaler.get_scale())
 
     def _prefetch_scale(self) -> None:
-        """Before a forward pass. On a GPU the scale lies in device memory; reading it in the middle of the backward pass would make
-        the host wait for everything that is enqueued."""
+        """Before a forward pass. On a GPU the scale lies in device memory; reading it in the middle of the backward
+        pass would make the host wait for everything that is enqueued."""
         scale = getattr(self._scaler, "_scale", None)
         if isinstance(scale, torch.Tensor) and scale.is_cuda:
             value, event = self._scale_copy or (torch.empty(1, pin_memory=True), torch.cuda.Event())
@@ -284,8 +284,8 @@ class DdpHook(Hook):
         self.step += 1
 
     def _choose_chunk_size(self, sent: int) -> None:
-        """By the speed of the link, as the slowest rank sees it. How tensors are grouped changes no value, so this may depend on
-        the clock. It must only be the same on all ranks, so all ranks decide from the same numbers."""
+        """By the speed of the link, as the slowest rank sees it. How tensors are grouped changes no value, so this may
+        depend on the clock. It must only be the same on all ranks, so all ranks decide from the same numbers."""
         mine = sent / (time.perf_counter() - self._began)
         speeds = struct.unpack(f"{self._world}d", self._transport.gather_bytes(struct.pack("d", mine)))
         self._chunk_elements = FINE_CHUNK if min(speeds) < SLOW else CHUNK
@@ -303,7 +303,8 @@ class DdpHook(Hook):
         bits: bits per element, of the messages that this rank sends with its own gradients.
         bytes: bytes to other ranks in the last step. ratio: fp32 bytes / bytes sent, where "fp32 bytes" are those of an
         uncompressed ring all-reduce; 1.0 where nothing is sent.
-        seconds: "encode" and "decode" (processor time, or wall time if a GPU does the work) and "wait" (for other ranks).
+        seconds: "encode" and "decode" (processor time, or wall time if a GPU does the work) and "wait" (for other
+        ranks).
         residual_bytes: memory that residuals take. exempt: parameters that the guard has exempted.
         parameters: for each name "codec", "elements", "bits" and "error": the squared relative error
         ||x - x'||^2 / ||x||^2 of what was sent, or None if it was not measured (see measure_every).
@@ -318,16 +319,17 @@ class DdpHook(Hook):
 
         gather=None: the state of this rank; save it on every rank.
         gather="all": the states of all ranks, on rank 0; the other ranks get {}. Collective.
-        gather="merged": residuals merged to the size of one model, on rank 0; the other ranks get {}. Collective. It is loaded
-        like the state of another number of ranks: nothing is lost, but the following steps are not the same bit for bit.
+        gather="merged": residuals merged to the size of one model, on rank 0; the other ranks get {}. Collective. It is
+        loaded like the state of another number of ranks: nothing is lost, but the following steps are not the same bit
+        for bit.
         """
         self._synchronize()
         return _state.save(self, gather)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continues from a state: the one of this rank, one that holds those of all ranks, or a list of the states of all ranks.
-        If the number of ranks has changed, the states of all ranks are needed; their residuals are redistributed, so that
-        their mean stays the same. Collective."""
+        """Continues from a state: the one of this rank, one that holds those of all ranks, or a list of the states of
+        all ranks. If the number of ranks has changed, the states of all ranks are needed; their residuals are
+        redistributed, so that their mean stays the same. Collective."""
         self._synchronize()
         _state.load(self, state)
 

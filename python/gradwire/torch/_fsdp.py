@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hook for FSDP2. `fully_shard` divides a model into units, one for each module that it was called on. A unit gathers its
-weights before it is used, and reduce-scatters its gradients when the backward pass has left it. The hook takes the place
-of both collectives (_units.py encodes and sends) and keeps what concerns more than one unit:
+"""The hook for FSDP2. `fully_shard` divides a model into units, one for each module that it was called on. A unit
+gathers its weights before it is used, and reduce-scatters its gradients when the backward pass has left it. The hook
+takes the place of both collectives (_units.py encodes and sends) and keeps what concerns more than one unit:
 
     the step           the gradients of all units in one backward pass. A callback of autograd ends it
     the finite check   if a result of any unit on any rank has a NaN or an Inf, the step changes no residual on any rank
     the state          residuals by unit and rank, and what codecs have learned
 
-FSDP packs the parameters of a unit into one flat buffer with a shard for every rank. Neither the hook nor a codec sees where a
-parameter begins, so rules cannot name single parameters here: they match the names of modules.
+FSDP packs the parameters of a unit into one flat buffer with a shard for every rank. Neither the hook nor a codec sees
+where a parameter begins, so rules cannot name single parameters here: they match the names of modules.
 """
 
 import contextlib
@@ -164,8 +164,9 @@ class FsdpHook(Hook):
         """Before the gradients of a unit are encoded."""
         if unit in self._open:
             self._end()  # nothing has ended the previous step, and its residual must be decided before the unit is encoded again
-        # The callback is queued at every call: only the first one that runs finds a step to end, and one that never ran must not
-        # be missed. FSDP's own callback is older, so the last units come before it. Outside of a backward pass there is none.
+        # The callback is queued at every call: only the first one that runs finds a step to end, and one that never ran
+        # must not be missed. FSDP's own callback is older, so the last units come before it. Outside of a backward pass
+        # there is none.
         with contextlib.suppress(RuntimeError):
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
@@ -215,8 +216,8 @@ class FsdpHook(Hook):
     # For the user.
 
     def end_step(self) -> None:
-        """Ends a step. Only needed where gradients are reduced outside of autograd's backward pass, as pipeline schedules do;
-        without it such a step ends when its first unit sends gradients again. Collective."""
+        """Ends a step. Only needed where gradients are reduced outside of autograd's backward pass, as pipeline
+        schedules do; without it such a step ends when its first unit sends gradients again. Collective."""
         self._end()
 
     def residual_hash(self) -> int:
@@ -228,11 +229,12 @@ class FsdpHook(Hook):
     def stats(self) -> dict[str, Any]:
         """What was sent and what it cost, on this rank.
 
-        steps: steps taken. skipped: steps that changed no residual, because a result was not finite (counted only where there
-        is something to keep: feedback, or a codec that learns).
-        gradients, weights: "codec" (rules), "bits" (per element), "bytes" (to other ranks in the last step) and "ratio" (fp32
-        bytes / bytes sent; 1.0 where nothing is sent).
-        seconds: "encode" and "decode" (processor time, or wall time if a GPU does the work) and "wait" (for other ranks).
+        steps: steps taken. skipped: steps that changed no residual, because a result was not finite (counted only where
+        there is something to keep: feedback, or a codec that learns).
+        gradients, weights: "codec" (rules), "bits" (per element), "bytes" (to other ranks in the last step) and "ratio"
+        (fp32 bytes / bytes sent; 1.0 where nothing is sent).
+        seconds: "encode" and "decode" (processor time, or wall time if a GPU does the work) and "wait" (for other
+        ranks).
         residual_bytes: memory that residuals take.
         """
         if self._device.type == "cuda":
@@ -248,7 +250,8 @@ class FsdpHook(Hook):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank: its residuals by "module/rank", what codecs have learned, the step. Save it on every rank."""
+        """The state of this rank: its residuals by "module/rank", what codecs have learned, the step. Save it on every
+        rank."""
         residuals, learned = (dict(part) for part in self._restored)
         for unit_coder in self._gradients.coders.values():
             more, also_learned = unit_coder.state()
@@ -261,9 +264,9 @@ class FsdpHook(Hook):
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continues from the state of this rank, on the same number of ranks. Collective. On another number of ranks the shards
-        begin elsewhere, and residuals of the old shards cannot be used. Continue without them: what is lost is what
-        compression has left out of the last step's gradients."""
+        """Continues from the state of this rank, on the same number of ranks. Collective. On another number of ranks
+        the shards begin elsewhere, and residuals of the old shards cannot be used. Continue without them: what is lost
+        is what compression has left out of the last step's gradients."""
 
         def prepare() -> tuple[dict[str, Any], Handshake]:
             whole = _state.merged(state)

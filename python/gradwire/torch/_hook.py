@@ -40,12 +40,13 @@ class Hook(ABC):
 
     @abstractmethod
     def remove(self) -> None:
-        """Ends the compression: from the next step on the model sends what it sent without the hook. All ranks must call it
-        between the same two steps. The state can still be read."""
+        """Ends the compression: from the next step on the model sends what it sent without the hook. All ranks must
+        call it between the same two steps. The state can still be read."""
 
     @abstractmethod
     def residual_hash(self) -> int:
-        """A hash of all residuals and of everything that codecs have learned, on this rank. Equal states have equal hashes."""
+        """A hash of all residuals and of everything that codecs have learned, on this rank. Equal states have equal
+        hashes."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:

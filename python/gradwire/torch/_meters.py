@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meters and the guard. Bytes are counted as they are sent. Errors are measured every so many steps, on what was really sent: a
-rank decodes its own messages and compares. The guard decides alike on all ranks, because it looks at the largest error of
-any rank.
+"""Meters and the guard. Bytes are counted as they are sent. Errors are measured every so many steps, on what was really
+sent: a rank decodes its own messages and compares. The guard decides alike on all ranks, because it looks at the
+largest error of any rank.
 
     ratio    bytes that an fp32 all-reduce would send / bytes that were sent: larger is better
     error    squared relative error, ||x - x'||^2 / ||x||^2

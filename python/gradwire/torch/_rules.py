@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A codec says how one tensor is encoded. Rules map names to codecs: "PATTERN=CODEC;...;*=CODEC", where the first pattern that
-matches decides. Users give either; hooks work with rules.
+"""A codec says how one tensor is encoded. Rules map names to codecs: "PATTERN=CODEC;...;*=CODEC", where the first
+pattern that matches decides. Users give either; hooks work with rules.
 """
 
 from typing import Any, Iterable
@@ -10,8 +10,8 @@ from .._errors import UsageError
 
 
 def rules_of(codec: Any, min_elements: int, field: str = "codec") -> str:
-    """Rules as they are. A codec as rules that leave tensors with one dimension, or with fewer than `min_elements` elements, in
-    fp32."""
+    """Rules as they are. A codec as rules that leave tensors with one dimension, or with fewer than `min_elements`
+    elements, in fp32."""
     if isinstance(codec, _core.Rules):
         return _written_out(str(codec))
     if not isinstance(codec, (str, _core.Codec)):
@@ -34,8 +34,8 @@ def _written_out(rules: str) -> str:
 
 
 def check_patterns(rules: str, names: Iterable[str], what: str, field: str = "codec") -> None:
-    """Refuses a pattern that matches no name: it is misspelled, or written for another model. Patterns by dimension and by size
-    ("1d", "<1024") are not about names, and need not match."""
+    """Refuses a pattern that matches no name: it is misspelled, or written for another model. Patterns by dimension and
+    by size ("1d", "<1024") are not about names, and need not match."""
     names = list(names)
     for rule in rules.split(";"):
         pattern = rule.partition("=")[0].strip()

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a hook as plain dicts of tensors by parameter name, which torch.save, torch.distributed.checkpoint and people can
-read:
+"""The state of a hook as plain dicts of tensors by parameter name, which torch.save, torch.distributed.checkpoint and
+people can read:
 
     {"format": 1, "step": 120, "world": 4, "codec": "...", "exempt": [names],
      "learned": {name: uint8 tensor},                      # the same on all ranks
      "ranks": {"2": {"up": {parameter: tensor},            # residuals of the gradients of rank 2
-                     "down": {"parameter@first": tensor}}}}  # residuals of the means that rank 2 owns, from element `first` on
+                     "down": {"parameter@first": tensor}}}}  # residuals of the means it owns, from `first` on
 
-A state holds one rank or all of them. Keys differ between ranks, so a distributed checkpoint to which every rank writes holds
-them all. When the number of ranks changes, residuals are redistributed so that their sum, in units of the mean gradient, stays
-the same: every new rank gets the mean of the old ranks' residuals, and those of the owners go to the new owners.
+A state holds one rank or all of them. Keys differ between ranks, so a distributed checkpoint to which every rank writes
+holds them all. When the number of ranks changes, residuals are redistributed so that their sum, in units of the mean
+gradient, stays the same: every new rank gets the mean of the old ranks' residuals, and those of the owners go to the
+new owners.
 """
 
 import warnings
@@ -115,7 +116,8 @@ def _tensor(values: Any, what: str, name: str) -> None:
 
 
 def _residuals(rank: Any, part: Any) -> State:
-    """The residuals of one rank. A NaN in a residual would make every later step invalid, on all ranks, so it is refused here."""
+    """The residuals of one rank. A NaN in a residual would make every later step invalid, on all ranks, so it is
+    refused here."""
     if not isinstance(part, Mapping) or not all(isinstance(part.get(direction, {}), Mapping) for direction in ("up", "down")):
         raise UsageError(f"the state is damaged: rank {rank} has no residuals by parameter name", field="ranks")
     checked: State = {direction: dict(part.get(direction, {})) for direction in ("up", "down")}  # a checkpoint keeps no empty dicts
@@ -186,8 +188,9 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 def read_checkpoint(path: str, key: str = "gradwire") -> State:
-    """Reads the states of all ranks from a checkpoint that torch.distributed.checkpoint.save({..., key: hook.state_dict()}) has
-    written. hook.load_state_dict accepts the result on any number of ranks. Not collective: every rank reads."""
+    """Reads the states of all ranks from a checkpoint that torch.distributed.checkpoint.save({..., key:
+    hook.state_dict()}) has written. hook.load_state_dict accepts the result on any number of ranks. Not collective:
+    every rank reads."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

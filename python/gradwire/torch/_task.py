@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A coder for some tensors of the model, with its buffers and, on a GPU, its stream: what a BucketTask needs to encode and
-decode.
+"""A coder for some tensors of the model, with its buffers and, on a GPU, its stream: what a BucketTask needs to encode
+and decode.
 
-On the CPU, and on a GPU with NCCL, messages are written where the process group reads them. On a GPU with any other backend
-they pass through page-locked host memory, in the threads of the transport. Buffers grow and are kept: steps follow each
-other, so the buffers of a bucket are free when the same bucket comes again.
+On the CPU, and on a GPU with NCCL, messages are written where the process group reads them. On a GPU with any other
+backend they pass through page-locked host memory, in the threads of the transport. Buffers grow and are kept: steps
+follow each other, so the buffers of a bucket are free when the same bucket comes again.
 """
 
 import contextlib
@@ -18,7 +18,8 @@ from ._transport import Exchange, Transport
 
 
 class Times:
-    """Seconds per activity. Each entry is written by one thread only: encode by `up` and `down`, decode by `down` and `end`."""
+    """Seconds per activity. Each entry is written by one thread only: encode by `up` and `down`, decode by `down` and
+    `end`."""
 
     def __init__(self) -> None:
         self.spent: dict[tuple[str, str], float] = {}
@@ -58,7 +59,8 @@ def core_device(device: torch.device, stream: "torch.cuda.Stream | None", thread
 
 
 class CodingTask:
-    """The part of a BucketTask that does not know DDP. `chunk` of `chunks` says which part of a single large tensor it codes."""
+    """The part of a BucketTask that does not know DDP. `chunk` of `chunks` says which part of a single large tensor it
+    codes."""
 
     def __init__(
         self, model: "_core.RelayModel", tensors: list[int], transport: Transport, device: torch.device, threads: int, times: Times, chunk: int = 0, chunks: int = 1
@@ -74,7 +76,8 @@ class CodingTask:
 
     @property
     def coder(self) -> "_core.Relay":
-        """It is made when it is first used, in the thread that begins steps, because it reads the codecs of the open step."""
+        """It is made when it is first used, in the thread that begins steps, because it reads the codecs of the open
+        step."""
         if self._coder is None:
             self._coder = self._make()
         return self._coder
@@ -131,8 +134,8 @@ class CodingTask:
         return send, slots, self.coder.up_recv
 
     def encode_down(self, values: list[int]) -> tuple[torch.Tensor, list[int], list[int]]:
-        """This rank's message once; where the ranks' messages differ in size, once for every rank, because torch's all-gather
-        needs equal sizes and the all-to-all does not."""
+        """This rank's message once; where the ranks' messages differ in size, once for every rank, because torch's
+        all-gather needs equal sizes and the all-to-all does not."""
         world, rank = self.transport.world, self.transport.rank
         slots = self.coder.down_recv
         if len(set(slots)) == 1:

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """How encoded buckets travel between ranks: as uint8 tensors, over torch.distributed process groups of our own.
 
-All ranks must start the same operations on a process group in the same order. DDP hands over its buckets in the same order
-on every rank, so each phase of an all-reduce has one thread and one process group, and every thread takes the buckets in
-the order in which they were submitted:
+All ranks must start the same operations on a process group in the same order. DDP hands over its buckets in the same
+order on every rank, so each phase of an all-reduce has one thread and one process group, and every thread takes the
+buckets in the order in which they were submitted:
 
     thread "up"      encodes a bucket and starts the all-to-all on the group `up`
     thread "down"    waits for it, reduces, encodes the result and starts the second exchange on the group `down`
-    thread "end"     waits for it, decodes, and completes the bucket's future; statistics for codecs that learn use `end`
+    thread "end"     waits for it, decodes, and completes the bucket's future; statistics for codecs that learn use
+    `end`
 
-If the second exchange were started from a completion callback instead, its order would differ between ranks, and they would
-deadlock. For the same reason all hooks on one process group share one transport. With NCCL no thread is needed: all work
-is enqueued on CUDA streams, on one group, in the order of the calls.
+If the second exchange were started from a completion callback instead, its order would differ between ranks, and they
+would deadlock. For the same reason all hooks on one process group share one transport. With NCCL no thread is needed:
+all work is enqueued on CUDA streams, on one group, in the order of the calls.
 
-A failure on one rank stays with its transport: every later bucket fails at once with the same message. The other ranks learn
-of it from the process group, when its time-out has passed or when the connection is closed.
+A failure on one rank stays with its transport: every later bucket fails at once with the same message. The other ranks
+learn of it from the process group, when its time-out has passed or when the connection is closed.
 """
 
 import atexit
@@ -34,7 +35,8 @@ from .._errors import EngineError
 
 
 class BucketTask(Protocol):
-    """One all-reduce under way. The transport calls the phases in this order, each with what the previous exchange received."""
+    """One all-reduce under way. The transport calls the phases in this order, each with what the previous exchange
+    received."""
 
     def on_stream(self) -> ContextManager[object]: ...
     def start(self) -> "Exchange": ...
@@ -45,8 +47,9 @@ class BucketTask(Protocol):
 
 
 class Exchange:
-    """The buffers of one collective: what is sent, with a slot for every rank, and room for what is received. If there is
-    only one slot to send, every rank receives it (an all-gather); otherwise slot p goes to rank p (an all-to-all)."""
+    """The buffers of one collective: what is sent, with a slot for every rank, and room for what is received. If there
+    is only one slot to send, every rank receives it (an all-gather); otherwise slot p goes to rank p (an
+    all-to-all)."""
 
     def __init__(self, send: torch.Tensor, send_slots: list[int], recv: torch.Tensor, recv_slots: list[int]) -> None:
         self.send, self.send_slots, self.recv, self.recv_slots = send, send_slots, recv, recv_slots
@@ -103,8 +106,8 @@ class Transport:
         Transport._every.add(self)
 
     def _own_group(self, name: str, timeout: timedelta) -> Any:
-        """A backend by itself, which torch's list of groups does not contain: making a listed group would involve ranks that
-        are not members of the user's group."""
+        """A backend by itself, which torch's list of groups does not contain: making a listed group would involve ranks
+        that are not members of the user's group."""
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
         if not self.on_streams:
             return dist.ProcessGroupGloo(store, self.rank, self.world, timeout)
@@ -158,8 +161,8 @@ class Transport:
 
     @classmethod
     def close_all(cls) -> None:
-        """Runs before the interpreter ends, because neither our threads nor those of Gloo may outlive it. A backward pass
-        that still waits for a bucket gets an error instead of waiting forever."""
+        """Runs before the interpreter ends, because neither our threads nor those of Gloo may outlive it. A backward
+        pass that still waits for a bucket gets an error instead of waiting forever."""
         for transport in list(cls._every):
             if transport._pending:
                 transport.failure = transport.failure or EngineError("the interpreter is shutting down", field="transport")
@@ -249,8 +252,8 @@ class Transport:
     # Small collectives of a hook.
 
     def gather_bytes(self, mine: bytes) -> bytes:
-        """The bytes of all ranks, one after the other; all ranks give equally many. Only `finish` may call this, because it
-        uses the group `end`."""
+        """The bytes of all ranks, one after the other; all ranks give equally many. Only `finish` may call this,
+        because it uses the group `end`."""
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
         every = torch.empty(self.world * own.numel(), dtype=torch.uint8, device=self.device)
         self.end._allgather_base(every, own).wait()

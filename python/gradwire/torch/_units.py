@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two collectives of FSDP2, compressed. Both see a flat buffer with a shard for every rank:
 
-    CompressedReduceScatter   [world x shard] -> [shard]    every rank encodes a message for each owner; all-to-all; the owner reduces
-    CompressedAllGather       [shard] -> [world x shard]    every owner encodes its shard; all-gather; every rank decodes all shards
+    CompressedReduceScatter   [world x shard] -> [shard]    encode a message for each owner, all-to-all, reduce
+    CompressedAllGather       [shard] -> [world x shard]    encode the shard once, all-gather, decode all shards
 
-To the core a buffer is a model with a tensor "unit/p" for each rank p, which owns it (UnitCoder). FSDP calls the collectives in the
-same order on all ranks, and needs the result when the call returns: in stream order on a GPU, otherwise in host memory. So a
-Channel, which all units share, has one stream and one set of buffers, as large as the largest unit needs.
+To the core a buffer is a model with a tensor "unit/p" for each rank p, which owns it (UnitCoder). FSDP calls the
+collectives in the same order on all ranks, and needs the result when the call returns: in stream order on a GPU,
+otherwise in host memory. So a Channel, which all units share, has one stream and one set of buffers, as large as the largest unit needs.
 """
 
 import contextlib
