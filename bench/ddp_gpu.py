@@ -59,7 +59,9 @@ class Bucket:
 
 def measure(codec, elements, rounds):
     rows = 1 << 12
-    model = torch.nn.ParameterDict({f"w{i}": torch.nn.Parameter(torch.zeros(elements // 8 // rows, rows, device="cuda")) for i in range(8)})
+    model = torch.nn.ParameterDict(
+        {f"w{i}": torch.nn.Parameter(torch.zeros(elements // 8 // rows, rows, device="cuda")) for i in range(8)}
+    )
     ddp = DistributedDataParallel(model)
     hook = gw.compress(ddp, codec, feedback=True)
     names = list(dict(ddp.module.named_parameters()))

@@ -41,7 +41,9 @@ def resnet18():
     width = 64
     for out, side in ((64, 56), (128, 28), (256, 14), (512, 7)):
         for block in range(2):
-            layers += [((out, width, 3, 3), side), ((out,), 0), ((out,), 0), ((out, out, 3, 3), side), ((out,), 0), ((out,), 0)]
+            layers += [
+                ((out, width, 3, 3), side), ((out,), 0), ((out,), 0), ((out, out, 3, 3), side), ((out,), 0), ((out,), 0)
+            ]
             if block == 0 and out != width:
                 layers += [((out, width, 1, 1), side), ((out,), 0), ((out,), 0)]
             width = out
@@ -106,7 +108,9 @@ class Shapes(torch.nn.Module):
 def gradients(rank):
     """Half of each gradient is common to all ranks, half is the rank's own."""
     common, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(100 + rank)
-    return [(torch.randn(shape, generator=common) + torch.randn(shape, generator=own)) * 0.01 for shape, _ in resnet18()]
+    return [
+        (torch.randn(shape, generator=common) + torch.randn(shape, generator=own)) * 0.01 for shape, _ in resnet18()
+    ]
 
 
 def attach(ddp, variant, start=2):
@@ -116,7 +120,10 @@ def attach(ddp, variant, start=2):
         ddp.register_comm_hook(None, fp16_compress_hook)
     elif variant["kind"] == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-        ddp.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=variant["rank"], start_powerSGD_iter=max(2, start)), powerSGD_hook)
+        ddp.register_comm_hook(
+            PowerSGDState(None, matrix_approximation_rank=variant["rank"], start_powerSGD_iter=max(2, start)),
+            powerSGD_hook,
+        )
     elif variant["kind"] == "gradwire":
         import gradwire.torch
         return gradwire.torch.compress(ddp, variant["codec"], **variant["options"])
@@ -135,7 +142,11 @@ def told(hook):
     if hook is None:
         return {}
     stats = hook.stats()
-    return {"bits": stats["bits"], "bytes": stats["bytes"], "seconds": {name: stats["seconds"].get(name, 0.0) for name in ("encode", "wait", "decode")}}
+    return {
+        "bits": stats["bits"],
+        "bytes": stats["bytes"],
+        "seconds": {name: stats["seconds"].get(name, 0.0) for name in ("encode", "wait", "decode")},
+    }
 
 
 class Rank:
@@ -181,7 +192,9 @@ class Rank:
         answer = {"step_s": seconds / order["steps"], "sent": sent / order["steps"]}
         if after:
             answer.update(bits=after["bits"], bytes=after["bytes"])
-            answer["split"] = {name: (after["seconds"][name] - before["seconds"][name]) / order["steps"] for name in after["seconds"]}
+            answer["split"] = {
+                name: (after["seconds"][name] - before["seconds"][name]) / order["steps"] for name in after["seconds"]
+            }
         return answer
 
     def plain(self, order):

@@ -40,7 +40,10 @@ class Block(nn.Module):
 
     def forward(self, x):
         batch, length, width = x.shape
-        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.to_qkv(self.norm1(x)).chunk(3, dim=2))
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.to_qkv(self.norm1(x)).chunk(3, dim=2)
+        )
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.from_heads(seen.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -71,11 +74,25 @@ class GPT(nn.Module):
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", metavar="FILE", help="what to learn; without it, this project's README.md and docs/*.md")
-    parser.add_argument("--codec", default="optquant:bits=4", help="a codec or rules for gradients (python -m gradwire codecs lists the codecs), or none")
-    parser.add_argument("--warmup", type=int, default=0, help="steps that are sent uncompressed at first; not with --fsdp")
-    parser.add_argument("--fsdp", action="store_true", help="shard the model over the ranks (FSDP2) instead of copying it to each")
-    parser.add_argument("--weights", default="none", help="with --fsdp: a codec or rules for the weights that are gathered, such as unigrid:bits=8, or none")
+    parser.add_argument(
+        "--text", metavar="FILE", help="what to learn; without it, this project's README.md and docs/*.md"
+    )
+    parser.add_argument(
+        "--codec",
+        default="optquant:bits=4",
+        help="a codec or rules for gradients (python -m gradwire codecs lists the codecs), or none",
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=0, help="steps that are sent uncompressed at first; not with --fsdp"
+    )
+    parser.add_argument(
+        "--fsdp", action="store_true", help="shard the model over the ranks (FSDP2) instead of copying it to each"
+    )
+    parser.add_argument(
+        "--weights",
+        default="none",
+        help="with --fsdp: a codec or rules for the weights that are gathered, such as unigrid:bits=8, or none",
+    )
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=16, help="sequences per step, on all ranks together")
@@ -90,7 +107,10 @@ def arguments():
     parser.add_argument("--json", action="store_true", help="a last line for programs")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun, which gives every rank its number: torchrun --nproc-per-node 4 examples/ddp_gpt.py ...")
+        parser.error(
+            "start it with torchrun, which gives every rank its number: torchrun --nproc-per-node 4 "
+            "examples/ddp_gpt.py ..."
+        )
     if options.weights != "none" and not options.fsdp:
         parser.error("--weights: only --fsdp sends weights; DDP holds all of them on every rank")
     if options.fsdp and (options.sample or options.warmup):
@@ -105,7 +125,10 @@ def text_of(options, device):
     data = torch.frombuffer(bytearray(b"\n".join(file.read_bytes() for file in files)), dtype=torch.uint8).to(device)
     cut = len(data) * 9 // 10
     if len(data) - cut <= options.context:
-        raise SystemExit(f"--text: {len(data)} bytes are too few for --context {options.context}; more than {10 * options.context} expected")
+        raise SystemExit(
+            f"--text: {len(data)} bytes are too few for --context {options.context}; more than {10 * options.context} "
+            "expected"
+        )
     return data[:cut], data[cut:]
 
 
@@ -146,7 +169,8 @@ def held_out_loss(model, data, context, rank, world):
     starts = torch.linspace(0, len(data) - context - 1, 64).long()[rank::world]
     model.eval()
     with torch.no_grad():
-        sums = torch.stack([loss_of(model, *sequences(data, some, context)) * len(some) for some in starts.split(16)]).sum()
+        losses = [loss_of(model, *sequences(data, some, context)) * len(some) for some in starts.split(16)]
+    sums = torch.stack(losses).sum()
     model.train()
     both = torch.stack([sums, torch.tensor(float(len(starts)), device=sums.device)])
     dist.all_reduce(both)
@@ -200,7 +224,10 @@ def train(options, device):
             if rank == 0:
                 print(line.format(**report), flush=True)
     if options.json and rank == 0:
-        print(json.dumps({**vars(options), "world": world, "backend": dist.get_backend(), "parameters": count, **report}), flush=True)
+        print(
+            json.dumps({**vars(options), "world": world, "backend": dist.get_backend(), "parameters": count, **report}),
+            flush=True,
+        )
     if options.sample and rank == 0:
         print(written(getattr(model, "module", model), held_out[: options.context // 2], options), flush=True)
 
@@ -231,7 +258,8 @@ def main():
     try:
         train(options, device)
     finally:
-        gc.collect()  # a DDP that is still referenced keeps threads of Gloo alive, and Python 3.11 may abort if one of them outlives it
+        # A DDP that is still referenced keeps threads of Gloo alive, and Python 3.11 may abort if one of them outlives it.
+        gc.collect()
         dist.destroy_process_group()
 
 

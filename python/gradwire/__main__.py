@@ -36,7 +36,10 @@ def codecs(as_json: bool) -> None:
             print(json.dumps(row))
         return
     width = max(len(f"{p['name']}={p['default']}") for row in rows for p in row["parameters"])
-    print("A codec is written NAME or NAME:parameter=value,parameter=value. Parameters that are not given have their default.")
+    print(
+        "A codec is written NAME or NAME:parameter=value,parameter=value. Parameters that are not given have their "
+        "default."
+    )
     for row in rows:
         kind = "lossless" if row["lossless"] else "unbiased" if row["unbiased"] else "biased"
         unit = (

@@ -213,10 +213,14 @@ def _page(rows: List[Dict[str, Any]]) -> None:
             f"\n{here[0]['elements']:,} float32 elements on {where}; verified; "
             f"medians of {here[0]['rounds']} interleaved rounds\n"
         )
-        print(f"{'codec':<{width}}  bits/element   ratio     error    encode    decode      copy  encode/copy  decode/copy")
+        print(
+            f"{'codec':<{width}}  bits/element   ratio     error    encode    decode      copy  encode/copy  "
+            "decode/copy"
+        )
         for row in here:
             print(
-                f"{row['codec']:<{width}}  {row['bits_per_element']:12.3f}  {row['ratio']:6.2f}  {row['relative_error']:8.3g}"
+                f"{row['codec']:<{width}}  {row['bits_per_element']:12.3f}  {row['ratio']:6.2f}  "
+                f"{row['relative_error']:8.3g}"
                 f"  {row['encode_GBps']:8.2f}  {row['decode_GBps']:8.2f}  {row['copy_GBps']:8.2f}"
                 f"  {row['encode_of_copy']:11.2f}  {row['decode_of_copy']:11.2f}"
             )

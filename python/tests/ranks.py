@@ -83,7 +83,9 @@ class Ranks:
         self.processes = []
         for rank in range(processes):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, processes, port, os.path.dirname(__file__), backend), daemon=True)
+            process = context.Process(
+                target=_serve, args=(there, rank, processes, port, os.path.dirname(__file__), backend), daemon=True
+            )
             process.start()
             there.close()
             self.pipes.append(here)

@@ -45,8 +45,12 @@ def train(rank: Rank, ddp: DDP, optimizer: torch.optim.Optimizer, steps: range) 
     return losses
 
 
-def prepared(rank: Rank, codec: str | None, bucket_mb: float = 0.02, **options: Any) -> tuple[DDP, torch.optim.Optimizer, Any]:
-    ddp_options = {k: options.pop(k) for k in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view") if k in options}
+def prepared(
+    rank: Rank, codec: str | None, bucket_mb: float = 0.02, **options: Any
+) -> tuple[DDP, torch.optim.Optimizer, Any]:
+    ddp_options = {
+        k: options.pop(k) for k in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view") if k in options
+    }
     ddp = DDP(network(), process_group=rank.group, bucket_cap_mb=bucket_mb, **ddp_options)
     hook = gw.compress(ddp, codec, **options) if codec else None
     return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), hook
@@ -59,7 +63,12 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def run_codec(rank: Rank, codec: str | None, steps: int, options: dict[str, Any]) -> dict[str, Any]:
     ddp, optimizer, hook = prepared(rank, codec, **options)
     losses = train(rank, ddp, optimizer, range(steps))
-    return {"losses": losses, "weights": weights(ddp), "stats": hook.stats() if hook else None, "hash": hook.residual_hash() if hook else None}
+    return {
+        "losses": losses,
+        "weights": weights(ddp),
+        "stats": hook.stats() if hook else None,
+        "hash": hook.residual_hash() if hook else None,
+    }
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -188,7 +197,12 @@ def unused(rank: Rank) -> Any:
         optimizer.zero_grad()
         nn.functional.cross_entropy(ddp(x), y).backward()
         grad_b = ddp.module.b.weight.grad
-        residuals.append((hook.state_dict()["ranks"][str(rank.rank)]["up"]["b.weight"].clone(), None if grad_b is None else grad_b.clone()))
+        residuals.append(
+            (
+                hook.state_dict()["ranks"][str(rank.rank)]["up"]["b.weight"].clone(),
+                None if grad_b is None else grad_b.clone(),
+            )
+        )
         optimizer.step()
     return residuals
 

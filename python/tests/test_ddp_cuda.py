@@ -18,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradwire
 import gradwire.torch as gw
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or gradwire._core.cuda_devices() == 0, reason="no GPU that torch and gradwire can use")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or gradwire._core.cuda_devices() == 0, reason="no GPU that torch and gradwire can use"
+)
 
 CODECS = [info["example"] for info in gradwire.codecs() if info["codec"] != "fp32"]
 
@@ -122,7 +124,8 @@ def profiled(rank: Rank, codec: str | None) -> dict[str, int]:
         step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")  # what torch itself would wait for
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
         for _ in range(4):
             step()
     torch.cuda.set_sync_debug_mode("default")

@@ -54,7 +54,9 @@ def refusals(rank: Rank, how: str) -> str:
         codec = "dqsgd:mode=paper"
     elif how == "warmup":
         options["warmup"] = -1
-    words = said(lambda: gw.compress(model, codec)) if how == "no ddp" else said(lambda: gw.compress(DDP(model, process_group=rank.group), codec, **options))
+    words = said(lambda: gw.compress(model, codec)) if how == "no ddp" else said(
+        lambda: gw.compress(DDP(model, process_group=rank.group), codec, **options)
+    )
     ddp, optimizer, _ = prepared(rank, "qsgd:bits=4")  # on the same process group
     train(rank, ddp, optimizer, range(1))
     return words
@@ -68,7 +70,10 @@ def refusals(rank: Rank, how: str) -> str:
         ("unknown codec", ["UsageError: codec is 'zip'"] * 2),
         ("no string", ["UsageError: codec is of type int"] * 2),
         ("seeds differ", ["MismatchError: ranks disagree about seed: rank 0 has '0', rank 1 has '1'"] * 2),
-        ("float64", ["UnsupportedError: parameter '0.weight' is float64; allowed are float32, float16 and bfloat16"] * 2),
+        (
+            "float64",
+            ["UnsupportedError: parameter '0.weight' is float64; allowed are float32, float16 and bfloat16"] * 2,
+        ),
         ("method", ["UsageError: method is 'ring'; allowed are scatter, gather"] * 2),
         ("residual", ["UsageError: residual is torch.float16"] * 2),
         ("paper", ["UnsupportedError: dqsgd:mode=paper must see"] * 2),
@@ -120,7 +125,9 @@ def channels_last(rank: Rank) -> Any:
     x = torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(rank.rank))
     ddp(x).square().mean().backward()
     plain(x).square().mean().backward()
-    return all(torch.allclose(a.grad, b.grad, rtol=3e-3, atol=1e-4) for a, b in zip(ddp.parameters(), plain.parameters()))
+    return all(
+        torch.allclose(a.grad, b.grad, rtol=3e-3, atol=1e-4) for a, b in zip(ddp.parameters(), plain.parameters())
+    )
 
 
 def test_parameters_in_any_memory_format(ranks: Ranks) -> None:

@@ -28,7 +28,11 @@ def whole_run(rank: Rank, codec: str, steps: int) -> Any:
 def first_half(rank: Rank, codec: str, steps: int, folder: str, gather: str | None) -> None:
     ddp, optimizer, hook = prepared(rank, codec, feedback=True)
     train(rank, ddp, optimizer, range(steps))
-    state = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "gradwire": hook.state_dict(gather=gather)}
+    state = {
+        "model": ddp.module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "gradwire": hook.state_dict(gather=gather),
+    }
     if gather is None or rank.rank == 0:
         torch.save(state, Path(folder) / f"rank{rank.rank}.pt")
 
@@ -59,7 +63,9 @@ def total_residual(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     total: dict[str, torch.Tensor] = {}
     for part in state["ranks"].values():
         for name, values in part["up"].items():
-            total[name] = total.get(name, torch.zeros(values.numel(), dtype=torch.float64)) + values.double() / state["world"]
+            total[name] = total.get(name, torch.zeros(values.numel(), dtype=torch.float64)) + values.double() / state[
+                "world"
+            ]
     for part in state["ranks"].values():
         for key, values in part["down"].items():
             name, _, first = key.rpartition("@")
@@ -112,7 +118,11 @@ def checkpoint(rank: Rank, folder: str) -> Any:
 
     ddp, optimizer, hook = prepared(rank, "optquant:bits=3", feedback=True)
     train(rank, ddp, optimizer, range(4))
-    dcp.save({"model": ddp.module.state_dict(), "gradwire": hook.state_dict()}, checkpoint_id=folder, process_group=rank.group)
+    dcp.save(
+        {"model": ddp.module.state_dict(), "gradwire": hook.state_dict()},
+        checkpoint_id=folder,
+        process_group=rank.group,
+    )
     return hook.residual_hash()
 
 
@@ -154,7 +164,7 @@ def broken(rank: Rank, how: str) -> Any:
     elif how == "nan" and rank.rank == 1:
         own["up"]["2.weight"][5] = float("nan")
     elif how == "inf":
-        next(iter(own["down"].values()))[0] = float("inf")
+        next(iter((own["down"] or own["up"]).values()))[0] = float("inf")
     elif how == "huge step":
         state["step"] = 2**70
     elif how == "negative step":

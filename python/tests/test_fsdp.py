@@ -165,7 +165,9 @@ def divided(rank):
     x, y = batch(rank, 0)
     for one in model, usual:
         (one(x) - y).square().mean().backward()
-    return all(torch.equal(8 * a.grad.to_local(), b.grad.to_local()) for a, b in zip(model.parameters(), usual.parameters()))
+    return all(
+        torch.equal(8 * a.grad.to_local(), b.grad.to_local()) for a, b in zip(model.parameters(), usual.parameters())
+    )
 
 
 def test_a_gradient_divide_factor_is_kept(ranks):
@@ -193,7 +195,9 @@ def on_the_grid(rank):
     seen = model.blocks[1].in_forward
     model.reshard()
     again = parameters(model)["blocks.1.weight"]
-    return torch.equal(exact, again), (seen - exact).abs().max().item(), exact.abs().max().item() / 7, len(seen.unique())
+    return torch.equal(exact, again), (seen - exact).abs().max().item(), exact.abs().max().item() / 7, len(
+        seen.unique()
+    )
 
 
 def test_modules_see_weights_on_the_grid_and_the_shards_stay_exact(ranks):
@@ -204,7 +208,12 @@ def test_modules_see_weights_on_the_grid_and_the_shards_stay_exact(ranks):
 
 
 @pytest.mark.parametrize(
-    "gradients, weights", [("qsgd:bits=4", "unigrid:bits=8"), ("optquant:bits=4", "bf16"), ("dqsgd:budget=4", "qsgd:bits=8"), ("fft:theta=0.5", None)]
+    "gradients, weights", [
+        ("qsgd:bits=4", "unigrid:bits=8"),
+        ("optquant:bits=4", "bf16"),
+        ("dqsgd:budget=4", "qsgd:bits=8"),
+        ("fft:theta=0.5", None),
+    ]
 )
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_compute_with_the_same_weights_and_learn(ranks, world, gradients, weights):
@@ -219,7 +228,9 @@ def test_ranks_compute_with_the_same_weights_and_learn(ranks, world, gradients, 
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_weights_are_gathered_once_or_twice_a_step(ranks, reshard):
-    for *_, same, both, stats in ranks.run(2, trains, "qsgd:bits=4", "unigrid:bits=8", {"reshard_after_forward": reshard}, 3):
+    for *_, same, both, stats in ranks.run(
+        2, trains, "qsgd:bits=4", "unigrid:bits=8", {"reshard_after_forward": reshard}, 3
+    ):
         assert same and both
         shards = 34 * 33 + 34 + 2 * (34 * 67 + 34)  # of the blocks, for the other rank
         head = 3 * 67 + 3  # the root's: it stays gathered after forward unless told otherwise
@@ -357,7 +368,9 @@ def not_sharded(rank):
 
 
 def sharded_by_fsdp1(rank):
-    gw.compress(fsdp.FullyShardedDataParallel(Net(), process_group=rank.group, device_id=torch.device("cpu")), "qsgd:bits=4")
+    gw.compress(
+        fsdp.FullyShardedDataParallel(Net(), process_group=rank.group, device_id=torch.device("cpu")), "qsgd:bits=4"
+    )
 
 
 def disagrees(rank):
@@ -373,7 +386,8 @@ def several_types(rank):
 
 
 def part_of_the_world(rank):
-    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))  # all ranks make its groups
+    # All ranks make its groups.
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
     if rank.rank >= 4:
         return "not in it"
     with pytest.raises(gradwire.UnsupportedError) as caught:

@@ -60,7 +60,9 @@ def skips(rank):
     bad = torch.ones(67)
     if rank.rank == rank.world - 1:
         bad[0] = torch.inf
-    breaking = model.blocks[0].register_forward_hook(lambda m, i, out: out.register_hook(lambda gradient: gradient * bad) and None)
+    breaking = model.blocks[0].register_forward_hook(
+        lambda m, i, out: out.register_hook(lambda gradient: gradient * bad) and None
+    )
     x, y = batch(rank, 3)
     (model(x) - y).square().mean().backward()
     breaking.remove()
@@ -101,7 +103,9 @@ def with_a_scaler(rank, enabled):
     """Scales that double every second step, and an Inf, which halves them and skips the step."""
     model = sharded(rank)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2, enabled=enabled)
-    hook = gw.compress(model, "qsgd:bits=4,rounding=nearest", weights=None, feedback=True, scaler=scaler, min_elements=0)
+    hook = gw.compress(
+        model, "qsgd:bits=4,rounding=nearest", weights=None, feedback=True, scaler=scaler, min_elements=0
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     hashes = []
     for step in [0, 1, 2, None, 3, 4, 5]:
@@ -170,7 +174,8 @@ def resumes(rank, codec):
     hook = gw.compress(again, codec, weights="unigrid:bits=8", **options)
     hook.load_state_dict(state)
     unused = hook.state_dict()  # before any unit has come
-    kept = unused["step"] == 3 and all(torch.equal(v, unused["ranks"][str(rank.rank)]["up"][k]) for k, v in state["ranks"][str(rank.rank)]["up"].items())
+    before, after = (one["ranks"][str(rank.rank)]["up"] for one in (state, unused))
+    kept = unused["step"] == 3 and all(torch.equal(values, after[name]) for name, values in before.items())
     train(rank, again, 3, first=3)
     resumed = equal(parameters(whole), parameters(again))
 
@@ -208,4 +213,6 @@ def test_a_state_of_another_world_rank_or_model_is_refused(ranks):
     for state in states:
         for part in state["ranks"].values():
             part["up"]["tail/0"] = part["up"].pop("blocks.0/0")
-    assert refusal(ranks, 2, loads, states) == {"UsageError": "the state has a residual of 'tail/0', but no such module"}
+    assert refusal(ranks, 2, loads, states) == {
+        "UsageError": "the state has a residual of 'tail/0', but no such module"
+    }

@@ -35,7 +35,15 @@ def agreed(group: dist.ProcessGroup, prepare: Callable[[], tuple[T, Handshake]])
     for rank, (_, theirs) in enumerate(every):
         for (field, here), (name, there) in zip(first, theirs):
             if (field, here) != (name, there):
-                raise MismatchError(f"ranks disagree about {field}: rank 0 has '{here}', rank {rank} has '{there}'", field=field, rank=rank)
+                raise MismatchError(
+                    f"ranks disagree about {field}: rank 0 has '{here}', rank {rank} has '{there}'",
+                    field=field,
+                    rank=rank,
+                )
         if len(theirs) != len(first):
-            raise MismatchError(f"ranks disagree about the number of parameters: rank 0 and rank {rank} differ", field="parameters", rank=rank)
+            raise MismatchError(
+                f"ranks disagree about the number of parameters: rank 0 and rank {rank} differ",
+                field="parameters",
+                rank=rank,
+            )
     return made[0]

@@ -49,7 +49,9 @@ class Chunk(CodingTask):
     """One of DDP's buckets, or a part of it: the BucketTask that the transport runs."""
 
     def __init__(self, hook: "DdpHook", tensors: tuple[int, ...], chunk: int, chunks: int) -> None:
-        super().__init__(hook._model, list(tensors), hook._transport, hook._device, hook._threads, hook._times, chunk, chunks)
+        super().__init__(
+            hook._model, list(tensors), hook._transport, hook._device, hook._threads, hook._times, chunk, chunks
+        )
         self.hook, self.chunk = hook, chunk
         self.future: "torch.futures.Future[torch.Tensor] | None" = None
 

@@ -12,7 +12,10 @@ from .. import _core
 from .._errors import UnsupportedError, UsageError
 from ._hook import Hook
 
-_ONLY = {"DDP": ("down", "method", "owner_feedback", "warmup", "measure_every", "guard", "timeout"), "FSDP2": ("weights",)}
+_ONLY = {
+    "DDP": ("down", "method", "owner_feedback", "warmup", "measure_every", "guard", "timeout"),
+    "FSDP2": ("weights",),
+}
 
 
 def compress(
@@ -82,11 +85,12 @@ def compress(
     """
     kind, inner = _recognise(model)
     options: dict[str, Any] = {
-        "feedback": feedback, "residual": residual, "min_elements": min_elements, "scaler": scaler, "seed": seed, "threads": threads,
+        "feedback": feedback, "residual": residual, "min_elements": min_elements, "scaler": scaler, "seed": seed,
+        "threads": threads,
     }  # fmt: skip
     specific = {
-        "weights": weights, "down": down, "method": method, "owner_feedback": owner_feedback, "warmup": warmup, "measure_every": measure_every,
-        "guard": guard, "timeout": timeout,
+        "weights": weights, "down": down, "method": method, "owner_feedback": owner_feedback, "warmup": warmup,
+        "measure_every": measure_every, "guard": guard, "timeout": timeout,
     }  # fmt: skip
     options |= {name: value for name, value in specific.items() if value is not None}
     if kind == "DDP":
@@ -110,7 +114,11 @@ def refuse_foreign(kind: str, options: dict[str, Any]) -> None:
 def _recognise(model: Any) -> tuple[str, nn.Module]:
     """("DDP" or "FSDP2", the module that is compressed)."""
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model is of type {type(model).__name__}; expected a DistributedDataParallel or a module sharded by fully_shard", field="model")
+        raise UsageError(
+            f"model is of type {type(model).__name__}; expected a DistributedDataParallel or a module sharded by "
+            "fully_shard",
+            field="model",
+        )
     import torch.distributed.fsdp as fsdp
 
     sharded_type = getattr(fsdp, "FSDPModule", ())
@@ -119,24 +127,36 @@ def _recognise(model: Any) -> tuple[str, nn.Module]:
     for name, module in model.named_modules():
         if isinstance(module, fsdp.FullyShardedDataParallel):
             raise UnsupportedError(
-                f"{_where(name)} is a FullyShardedDataParallel (FSDP1), which cannot be compressed; shard the model with torch.distributed.fsdp.fully_shard (FSDP2)", field="model"
+                f"{_where(name)} is a FullyShardedDataParallel (FSDP1), which cannot be compressed; shard the model "
+                "with torch.distributed.fsdp.fully_shard (FSDP2)",
+                field="model",
             )
         if isinstance(module, DistributedDataParallel):
             ddp[name] = module
-        elif isinstance(module, sharded_type) and not any(name.startswith(f"{outer}." if outer else "") for outer in sharded):
+        elif isinstance(module, sharded_type) and not any(
+            name.startswith(f"{outer}." if outer else "") for outer in sharded
+        ):
             sharded[name] = module
     if ddp and sharded:
-        raise UnsupportedError(f"{_where(next(iter(ddp)))} is a DistributedDataParallel and {_where(next(iter(sharded)))} is sharded by fully_shard; compress each by itself", field="model")
+        raise UnsupportedError(
+            f"{_where(next(iter(ddp)))} is a DistributedDataParallel and {_where(next(iter(sharded)))} is sharded by "
+            "fully_shard; compress each by itself",
+            field="model",
+        )
     if len(ddp) > 1:
         names = ", ".join(f"'{name}'" for name in ddp)
-        raise UsageError(f"the model contains {len(ddp)} DistributedDataParallel modules ({names}); compress each by itself", field="model")
+        raise UsageError(
+            f"the model contains {len(ddp)} DistributedDataParallel modules ({names}); compress each by itself",
+            field="model",
+        )
     if ddp:
         return "DDP", next(iter(ddp.values()))
     if sharded:
         return "FSDP2", next(iter(sharded.values())) if len(sharded) == 1 else model
     raise UsageError(
-        f"model is a {type(model).__name__} that is not distributed: no module of it is a DistributedDataParallel, and none was sharded. "
-        "Wrap it with DistributedDataParallel, or call torch.distributed.fsdp.fully_shard on it, first",
+        f"model is a {type(model).__name__} that is not distributed: no module of it is a DistributedDataParallel, and "
+        "none was sharded. Wrap it with DistributedDataParallel, or call torch.distributed.fsdp.fully_shard on it, "
+        "first",
         field="model",
     )
 

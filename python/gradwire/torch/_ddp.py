@@ -51,7 +51,9 @@ class _Slot:
 _SLOTS: "weakref.WeakKeyDictionary[DistributedDataParallel, _Slot]" = weakref.WeakKeyDictionary()
 
 
-def _run_slot(slot: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+def _run_slot(  # type: ignore[name-defined]
+    slot: object, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """The communication hook that is registered with DDP."""
     assert isinstance(slot, _Slot) and slot.group is not None
     if slot.hook is None:
@@ -59,7 +61,9 @@ def _run_slot(slot: object, bucket: dist.GradBucket) -> torch.futures.Future[tor
     return slot.hook._comm_hook(bucket)
 
 
-def _plain_mean(bucket: dist.GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+def _plain_mean(  # type: ignore[name-defined]
+    bucket: dist.GradBucket, group: dist.ProcessGroup
+) -> torch.futures.Future[torch.Tensor]:
     """As DDP itself computes it: multiplied by the reciprocal, then summed."""
     buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(group))
     work = dist.all_reduce(buffer, group=group, async_op=True)
@@ -74,7 +78,10 @@ def attach(ddp: DistributedDataParallel, codec: Any, options: dict[str, Any]) ->
         refuse_foreign("DDP", options)
         others = [comm_hook for comm_hook, state in ddp._comm_hooks if not isinstance(state, _Slot)]
         if others:
-            raise UsageError(f"the model has the communication hook '{others[0].__qualname__}' already, and DDP accepts only one", field="model")
+            raise UsageError(
+                f"the model has the communication hook '{others[0].__qualname__}' already, and DDP accepts only one",
+                field="model",
+            )
         hook = DdpHook(ddp, codec, options)
         return hook, hook._handshake()
 
@@ -103,7 +110,10 @@ def _named_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parame
             continue
         name = name.replace("_orig_mod.", "")
         if parameter.dtype not in DTYPES:
-            raise UnsupportedError(f"parameter '{name}' is {str(parameter.dtype)[6:]}; allowed are float32, float16 and bfloat16", field="dtype")
+            raise UnsupportedError(
+                f"parameter '{name}' is {str(parameter.dtype)[6:]}; allowed are float32, float16 and bfloat16",
+                field="dtype",
+            )
         named[name] = parameter
     if not named:
         raise UsageError("the model has no parameter that requires a gradient", field="model")
@@ -115,11 +125,16 @@ def _one_device(parameters: Mapping[str, torch.Tensor]) -> torch.device:
     first = next(iter(devices.values()))
     for name, device in devices.items():
         if device != first:
-            raise UnsupportedError(f"parameter '{name}' is on {device}, others are on {first}; a model must be on one device", field="device")
+            raise UnsupportedError(
+                f"parameter '{name}' is on {device}, others are on {first}; a model must be on one device",
+                field="device",
+            )
     if first.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"the model is on {first}; allowed are cpu and cuda", field="device")
     if first.type == "cuda" and not _core.cuda_devices():
-        raise UnsupportedError(f"the model is on {first}, but the CUDA part of gradwire: {_core.cuda_description()}", field="device")
+        raise UnsupportedError(
+            f"the model is on {first}, but the CUDA part of gradwire: {_core.cuda_description()}", field="device"
+        )
     return first
 
 
@@ -132,7 +147,9 @@ class DdpHook(Hook):
         self._options: dict[str, Any] = {
             "residual": _hook.residual_dtype(given["residual"]),
             "warmup": _hook.steps(given.get("warmup", 0), "warmup"),
-            "measure_every": _hook.steps(given.get("measure_every", 0), "measure_every") or (50 if guard is not None else 0),
+            "measure_every": _hook.steps(given.get("measure_every", 0), "measure_every") or (
+                50 if guard is not None else 0
+            ),
             "guard": guard,
         }
         self._timeout = _hook.timeout_of(given.get("timeout"))
@@ -153,7 +170,9 @@ class DdpHook(Hook):
         check_patterns(self.codec, self._names, "parameter")
         check_patterns(down or "*=fp32", self._names, "parameter", "down")
         rules = _core.Rules(self.codec)
-        self._plain = not down and all(str(rules.codec_for(name, p.dim(), p.numel())) == "fp32" for name, p in named.items())
+        self._plain = not down and all(
+            str(rules.codec_for(name, p.dim(), p.numel())) == "fp32" for name, p in named.items()
+        )
         self._group: dist.ProcessGroup = ddp.process_group
         self._world = dist.get_world_size(self._group)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
@@ -181,7 +200,8 @@ class DdpHook(Hook):
     def __repr__(self) -> str:
         elements = sum(self._meters.elements)
         removed = ", removed" if self._slot is None else ""
-        return f"<DdpHook '{self.codec}' for {len(self._names)} parameters, {elements} elements, on {self._world} ranks, at step {self.step}{removed}>"
+        size = f"{len(self._names)} parameters, {elements} elements"
+        return f"<DdpHook '{self.codec}' for {size}, on {self._world} ranks, at step {self.step}{removed}>"
 
     def _handshake(self) -> Handshake:
         terms = list(self._model.terms())
@@ -210,15 +230,23 @@ class DdpHook(Hook):
     def _comm_hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         if buffer.layout != torch.strided:
-            raise UnsupportedError("sparse gradients cannot be compressed; use sparse=False, or leave the parameter to DDP with parameters_to_ignore", field="layout")
+            raise UnsupportedError(
+                "sparse gradients cannot be compressed; use sparse=False, or leave the parameter to DDP with "
+                "parameters_to_ignore",
+                field="layout",
+            )
         if self._plain:
             return self._all_reduce(bucket)
         self._transport.check()
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self._device] if self._stream else None)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[self._device] if self._stream else None
+        )
         result = done.then(lambda future: future.value())  # raises in a way that DDP understands
         tensors = tuple(self._index[id(parameter)] for parameter in bucket.parameters())
         gradients = bucket.gradients()
-        keys = split(tensors, self._meters.elements, self._model, 0 if self._transport.on_streams else self._chunk_elements)
+        keys = split(
+            tensors, self._meters.elements, self._model, 0 if self._transport.on_streams else self._chunk_elements
+        )
         if bucket.index() == 0 and keys[0] not in self._chunks:
             self._chunks.clear()  # DDP has rebuilt its buckets, or the size of chunks has changed
         for key in keys:
@@ -226,7 +254,12 @@ class DdpHook(Hook):
                 self._chunks[key] = Chunk(self, *key)
             chunk = self._chunks[key]
             at = tensors.index(key[0][0])
-            chunk.load(buffer, gradients[at : at + len(key[0])], bucket.index() == 0 and key is keys[0], bucket.is_last() and key is keys[-1])
+            chunk.load(
+                buffer,
+                gradients[at : at + len(key[0])],
+                bucket.index() == 0 and key is keys[0],
+                bucket.is_last() and key is keys[-1],
+            )
             chunk.future = done if key is keys[-1] else None
             self._transport.submit(chunk)
         return result

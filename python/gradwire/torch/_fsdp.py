@@ -37,7 +37,11 @@ def attach(model: torch.nn.Module, codec: Any, options: dict[str, Any]) -> "Fsdp
     """Makes a hook and puts it in place of the one that is there, if there is one. Collective."""
     for name in ("set_custom_reduce_scatter", "set_custom_all_gather"):
         if not hasattr(fsdp.FSDPModule, name):
-            raise UnsupportedError(f"torch {torch.__version__} has no FSDPModule.{name}, which compressing FSDP2 needs; a newer torch has it", field="torch")
+            raise UnsupportedError(
+                f"torch {torch.__version__} has no FSDPModule.{name}, which compressing FSDP2 needs; "
+                "a newer torch has it",
+                field="torch",
+            )
     units = _units_of(model)
     mesh = _mesh_of(model)
     group = _group_of(mesh)
@@ -56,7 +60,8 @@ def attach(model: torch.nn.Module, codec: Any, options: dict[str, Any]) -> "Fsdp
         if hook._replaces["weights"]:
             module.set_custom_all_gather(CompressedAllGather(hook, hook._weights, name))
     if codec is None:
-        hook._handles.append(model.register_forward_pre_hook(lambda *_: hook._step_done()))  # nothing else separates the steps
+        # Nothing else separates the steps.
+        hook._handles.append(model.register_forward_pre_hook(lambda *_: hook._step_done()))
     _HOOKS[model] = hook
     return hook
 
@@ -86,7 +91,9 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     raise UnsupportedError(
-        f"the model's mesh has {mesh.ndim} dimensions and {mesh.size()} of {dist.get_world_size()} ranks; with more than one dimension it must have all ranks", field="mesh"
+        f"the model's mesh has {mesh.ndim} dimensions and {mesh.size()} of {dist.get_world_size()} ranks; with more "
+        "than one dimension it must have all ranks",
+        field="mesh",
     )
 
 
@@ -96,14 +103,24 @@ def _device_of(mesh: Any) -> torch.device:
     if mesh.device_type != "cuda":
         raise UnsupportedError(f"the model is on {mesh.device_type}; allowed are cpu and cuda", field="device")
     if not _core.cuda_devices():
-        raise UnsupportedError(f"the model is on cuda, but the CUDA part of gradwire: {_core.cuda_description()}", field="device")
+        raise UnsupportedError(
+            f"the model is on cuda, but the CUDA part of gradwire: {_core.cuda_description()}", field="device"
+        )
     return torch.device("cuda", torch.cuda.current_device())
 
 
 class FsdpHook(Hook):
     """The hook of a model that was sharded by `fully_shard`."""
 
-    def __init__(self, model: torch.nn.Module, units: Mapping[str, Any], mesh: Any, group: dist.ProcessGroup, codec: Any, given: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        units: Mapping[str, Any],
+        mesh: Any,
+        group: dist.ProcessGroup,
+        codec: Any,
+        given: dict[str, Any],
+    ) -> None:
         self.step = 0  # backward passes that sent gradients
         self._units = list(units)
         self._modules = [weakref.ref(module) for module in units.values()]
@@ -124,10 +141,13 @@ class FsdpHook(Hook):
         self._gradients, self._weights = (Channel(text, self._device, threads) for text in rules.values())
         shard = sum(parameter.numel() for parameter in model.parameters()) // mesh.size()
         for unit in units:
-            CompressedAllGather.codec(self._weights, unit, shard)  # refuses here what the first forward pass would refuse
+            # Refuses here what the first forward pass would refuse.
+            CompressedAllGather.codec(self._weights, unit, shard)
         self._flag = torch.zeros(1, device=self._device)  # NaN: a result of this step was not finite
-        self._open: dict[str, UnitCoder | None] = {}  # units that have sent gradients in this step; None: by the default collective
-        self._restored: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})  # for units that have not sent anything yet
+        # Units that have sent gradients in this step; None: by the default collective.
+        self._open: dict[str, UnitCoder | None] = {}
+        # For units that have not sent anything yet.
+        self._restored: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
         self._replaces = {"codec": codec is not None, "weights": given.get("weights") is not None}  # which collectives
         self._handles: list[Any] = []
         self._removed = False
@@ -135,12 +155,14 @@ class FsdpHook(Hook):
     def __repr__(self) -> str:
         removed = ", removed" if self._removed else ""
         return (
-            f"<FsdpHook '{self.codec}' for gradients and '{self._weights.rules}' for weights of {len(self._units)} modules, "
-            f"on {dist.get_world_size(self._group)} ranks, at step {self.step}{removed}>"
+            f"<FsdpHook '{self.codec}' for gradients and '{self._weights.rules}' for weights of "
+            f"{len(self._units)} modules, on {dist.get_world_size(self._group)} ranks, at step {self.step}{removed}>"
         )
 
     def _handshake(self, model: torch.nn.Module) -> Handshake:
-        terms = [("codec", str(self._gradients.rules)), ("weights", str(self._weights.rules)), ("device", self._device.type)]
+        terms = [
+            ("codec", str(self._gradients.rules)), ("weights", str(self._weights.rules)), ("device", self._device.type)
+        ]
         terms += [(name, str(value)) for name, value in self._options.items()]
         terms += [("module", unit) for unit in self._units]
         return terms + [("parameter", f"{name}: {tuple(p.shape)} {p.dtype}") for name, p in model.named_parameters()]
@@ -163,7 +185,8 @@ class FsdpHook(Hook):
     def _enter(self, unit: str) -> None:
         """Before the gradients of a unit are encoded."""
         if unit in self._open:
-            self._end()  # nothing has ended the previous step, and its residual must be decided before the unit is encoded again
+            # Nothing has ended the previous step, and its residual must be decided before the unit is encoded again.
+            self._end()
         # The callback is queued at every call: only the first one that runs finds a step to end, and one that never ran
         # must not be missed. FSDP's own callback is older, so the last units come before it. Outside of a backward pass
         # there is none.
@@ -245,7 +268,9 @@ class FsdpHook(Hook):
             "skipped": max([unit_coder.model.skipped() for unit_coder in self._gradients.coders.values()], default=0),
             "gradients": self._gradients.report(),
             "weights": self._weights.report(),
-            "seconds": {kind: sum(channel.times.total(kind) for channel in channels) for kind in ("encode", "wait", "decode")},
+            "seconds": {
+                kind: sum(channel.times.total(kind) for channel in channels) for kind in ("encode", "wait", "decode")
+            },
             "residual_bytes": self._residual_bytes(),
         }
 
@@ -259,8 +284,8 @@ class FsdpHook(Hook):
             learned |= also_learned
         ranks = {str(dist.get_rank(self._group)): {"up": residuals, "down": {}}}
         return {
-            "format": _state._FORMAT, "step": self.step, "world": dist.get_world_size(self._group), "codec": self.codec, "exempt": [],
-            "learned": learned, "ranks": ranks,
+            "format": _state.FORMAT, "step": self.step, "world": dist.get_world_size(self._group), "codec": self.codec,
+            "exempt": [], "learned": learned, "ranks": ranks,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -273,15 +298,21 @@ class FsdpHook(Hook):
             rank, world = str(dist.get_rank(self._group)), dist.get_world_size(self._group)
             if whole["world"] != world:
                 raise UsageError(
-                    f"the state was saved with {whole['world']} ranks, and there are {world} now: residuals of other shards cannot be used; do not call load_state_dict, to continue without them",
+                    f"the state was saved with {whole['world']} ranks, and there are {world} now: residuals of other "
+                    "shards cannot be used; do not call load_state_dict, to continue without them",
                     field="world",
                 )
             if rank not in whole["ranks"]:
-                raise UsageError(f"the state belongs to rank {', '.join(whole['ranks'])}; this is rank {rank}", field="ranks")
+                raise UsageError(
+                    f"the state belongs to rank {', '.join(whole['ranks'])}; this is rank {rank}", field="ranks"
+                )
             residuals = whole["ranks"][rank]["up"]
             unknown = [name for name in residuals if name.rpartition("/")[0] not in self._units]
             if unknown:
-                raise UsageError(f"the state has a residual of '{unknown[0]}', but no such module of this model is sharded", field=unknown[0])
+                raise UsageError(
+                    f"the state has a residual of '{unknown[0]}', but no such module of this model is sharded",
+                    field=unknown[0],
+                )
             for unit_coder in self._gradients.coders.values():
                 unit_coder.check(residuals)
             return whole, [("step", str(whole["step"])), ("learned", str(sorted(whole["learned"])))]

@@ -66,7 +66,9 @@ def _scalars(stats: Mapping[str, Any], prefix: str = "") -> list[tuple[str, floa
     found: list[tuple[str, float]] = []
     for name, value in stats.items():
         if name == "parameters":
-            found += [(f"error/{parameter}", one["error"]) for parameter, one in value.items() if one["error"] is not None]
+            found += [
+                (f"error/{parameter}", one["error"]) for parameter, one in value.items() if one["error"] is not None
+            ]
         elif isinstance(value, Mapping):
             found += _scalars(value, f"{prefix}{name}/")
         elif isinstance(value, (int, float)):

@@ -41,7 +41,8 @@ class Meters:
         """After a chunk was encoded: compares what its messages decode to with its gradients."""
         if not self.due:
             return
-        seen = [gradient.clone() for gradient in chunk.gradients]  # elements that this chunk does not contain add no error
+        # Elements that this chunk does not contain add no error.
+        seen = [gradient.clone() for gradient in chunk.gradients]
         chunk.coder.decode_own(send.data_ptr(), send.numel(), [one.data_ptr() for one in seen])
         for tensor, gradient, decoded in zip(chunk.tensors, chunk.gradients, seen):
             exact = gradient.double()
@@ -65,22 +66,32 @@ class Meters:
         if self.guard is None:
             return []
         mine = [self.errors.get(tensor, 0.0) for tensor in range(len(self.names))]
-        every = struct.unpack(f"{transport.world * len(mine)}d", transport.gather_bytes(struct.pack(f"{len(mine)}d", *mine)))
+        every = struct.unpack(
+            f"{transport.world * len(mine)}d", transport.gather_bytes(struct.pack(f"{len(mine)}d", *mine))
+        )
         worst = [max(every[tensor :: len(mine)]) for tensor in range(len(mine))]
         exempted = [tensor for tensor, error in enumerate(worst) if error > self.guard and tensor not in self.exempt]
         for tensor in exempted:
             warnings.warn(
-                f"gradwire: '{self.names[tensor]}' is sent uncompressed from now on: its squared relative error {worst[tensor]:.3g} exceeds guard={self.guard:g}",
+                f"gradwire: '{self.names[tensor]}' is sent uncompressed from now on: its squared relative error "
+                f"{worst[tensor]:.3g} exceeds guard={self.guard:g}",
                 stacklevel=2,
             )
         self.exempt += exempted
         return exempted
 
-    def report(self, step: int, skipped: int, up: list[tuple[str, int]], world: int, times: Times, residual_bytes: int) -> dict[str, Any]:
+    def report(
+        self, step: int, skipped: int, up: list[tuple[str, int]], world: int, times: Times, residual_bytes: int
+    ) -> dict[str, Any]:
         elements = sum(self.elements)
         fp32_bytes = 8 * elements * (world - 1) // world
         parameters = {
-            name: {"codec": codec, "elements": count, "bits": 8 * size / count if count else 0.0, "error": self.errors.get(i)}
+            name: {
+                "codec": codec,
+                "elements": count,
+                "bits": 8 * size / count if count else 0.0,
+                "error": self.errors.get(i),
+            }
             for i, (name, count, (codec, size)) in enumerate(zip(self.names, self.elements, up))
         }
         return {

@@ -16,8 +16,8 @@ def rules_of(codec: Any, min_elements: int, field: str = "codec") -> str:
         return _written_out(str(codec))
     if not isinstance(codec, (str, _core.Codec)):
         raise UsageError(
-            f"{field} is of type {type(codec).__name__}; allowed are a codec such as 'optquant:bits=4', rules such as '*.bias=fp32;*=optquant:bits=4', "
-            "a gradwire.Codec and gradwire.Rules",
+            f"{field} is of type {type(codec).__name__}; allowed are a codec such as 'optquant:bits=4', rules such as "
+            "'*.bias=fp32;*=optquant:bits=4', a gradwire.Codec and gradwire.Rules",
             field=field,
         )
     text = str(codec)
@@ -43,7 +43,9 @@ def check_patterns(rules: str, names: Iterable[str], what: str, field: str = "co
             continue
         alone = _core.Rules(f"{pattern}=fp16;*=fp32")
         if not any(str(alone.codec_for(name, 2, 1)) == "fp16" for name in names):
-            raise UsageError(f"the rule '{rule.strip()}' matches no {what} of this model; they are {_some(names)}", field=field)
+            raise UsageError(
+                f"the rule '{rule.strip()}' matches no {what} of this model; they are {_some(names)}", field=field
+            )
 
 
 def _some(names: list[str]) -> str:

@@ -27,7 +27,7 @@ from ._agree import agreed
 if TYPE_CHECKING:
     from ._ddp import DdpHook
 
-_FORMAT = 1
+FORMAT = 1
 State = dict[str, Any]
 
 
@@ -39,7 +39,7 @@ def _ranks_part(feedback: "_core.ErrorFeedback", dtype: torch.dtype) -> State:
     return part
 
 
-def _feedback_of(part: Mapping[str, Any], dtype: str) -> "_core.ErrorFeedback":
+def feedback_of(part: Mapping[str, Any], dtype: str) -> "_core.ErrorFeedback":
     feedback = _core.ErrorFeedback(dtype, _core.Device())
     for direction in ("up", "down"):
         for key, values in part[direction].items():
@@ -63,18 +63,27 @@ def save(hook: "DdpHook", gather: str | None) -> State:
             return {}
         ranks = {key: part for one in every if one is not None for key, part in one.items()}
     state: State = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "step": hook.step,
         "world": hook._world,
         "codec": hook.codec,
         "exempt": [hook._names[tensor] for tensor in hook._meters.exempt],
-        "learned": {name: torch.frombuffer(bytearray(note), dtype=torch.uint8) for name, note in feedback.notes().items() if note},
+        "learned": byte_tensors(feedback.notes()),
         "ranks": ranks,
     }
     if gather == "merged":
-        one = _core.ErrorFeedback.redistribute([_feedback_of(ranks[str(r)], _name(dtype)) for r in range(hook._world)], 1)[0]
+        every_feedback = [feedback_of(ranks[str(r)], _name(dtype)) for r in range(hook._world)]
+        one = _core.ErrorFeedback.redistribute(every_feedback, 1)[0]
         state["world"], state["ranks"] = 1, {"0": _ranks_part(one, dtype)}
     return state
+
+
+def byte_tensors(extra: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+    return {name: torch.frombuffer(bytearray(some), dtype=torch.uint8) for name, some in extra.items() if some}
+
+
+def bytes_of(values: torch.Tensor) -> bytes:
+    return bytes(values.cpu().contiguous().numpy())
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -90,9 +99,13 @@ def merged(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> State:
     for one in states:
         for field in ("format", "step", "world", "codec"):
             if one.get(field) != merged.get(field):
-                raise UsageError(f"the states do not belong together: {field} is {merged.get(field)!r} in one and {one.get(field)!r} in another", field=field)
-    if merged.get("format") != _FORMAT:
-        raise UsageError(f"state has format {merged.get('format')!r}; this version reads {_FORMAT}", field="format")
+                raise UsageError(
+                    f"the states do not belong together: {field} is {merged.get(field)!r} in one and "
+                    f"{one.get(field)!r} in another",
+                    field=field,
+                )
+    if merged.get("format") != FORMAT:
+        raise UsageError(f"state has format {merged.get('format')!r}; this version reads {FORMAT}", field="format")
     merged["step"] = _number(merged.get("step"), "step", 0)
     merged["world"] = _number(merged.get("world"), "world", 1)
     merged["ranks"] = {str(rank): _residuals(rank, part) for one in states for rank, part in one["ranks"].items()}
@@ -106,7 +119,9 @@ def merged(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> State:
 
 def _number(value: Any, field: str, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-        raise UsageError(f"{field} is {value!r} in the state; allowed is an integer from {least} to 2**63 - 1", field=field)
+        raise UsageError(
+            f"{field} is {value!r} in the state; allowed is an integer from {least} to 2**63 - 1", field=field
+        )
     return value
 
 
@@ -118,30 +133,50 @@ def _tensor(values: Any, what: str, name: str) -> None:
 def _residuals(rank: Any, part: Any) -> State:
     """The residuals of one rank. A NaN in a residual would make every later step invalid, on all ranks, so it is
     refused here."""
-    if not isinstance(part, Mapping) or not all(isinstance(part.get(direction, {}), Mapping) for direction in ("up", "down")):
-        raise UsageError(f"the state is damaged: rank {rank} has no residuals by parameter name", field="ranks")
-    checked: State = {direction: dict(part.get(direction, {})) for direction in ("up", "down")}  # a checkpoint keeps no empty dicts
+    # A checkpoint keeps no empty dicts, so either direction may be missing.
+    checked: State = {"up": {}, "down": {}}
+    for direction in checked:
+        if not isinstance(part, Mapping) or not isinstance(part.get(direction, {}), Mapping):
+            raise UsageError(f"the state is damaged: rank {rank} has no residuals by parameter name", field="ranks")
+        checked[direction].update(part.get(direction, {}))
     for direction, residuals in checked.items():
         for name, values in residuals.items():
             if not isinstance(name, str) or (direction == "down" and not name.rpartition("@")[2].isdecimal()):
-                raise UsageError(f"the state is damaged: '{name}' is not the name of a {direction} residual", field="ranks")
+                raise UsageError(
+                    f"the state is damaged: '{name}' is not the name of a {direction} residual", field="ranks"
+                )
             _tensor(values, f"the {direction} residual of parameter '{name}' of rank {rank}", name)
             if not values.is_floating_point() or not bool(torch.isfinite(values).all()):
-                raise UsageError(f"the {direction} residual of parameter '{name}' of rank {rank} is not finite: it contains a NaN or an Inf", field=name)
+                raise UsageError(
+                    f"the {direction} residual of parameter '{name}' of rank {rank} is not finite: it contains a NaN "
+                    "or an Inf",
+                    field=name,
+                )
     return checked
 
 
 def _check(part: Mapping[str, Any], expected: "_core.ErrorFeedback") -> None:
     """Every residual that this model has, and no other."""
-    wanted = {(direction, name if direction == "up" else f"{name}@{first}"): count for direction, name, first, count in expected.entries()}
-    found = {(direction, key): values.numel() for direction in ("up", "down") for key, values in part[direction].items()}
+    wanted = {
+        (direction, name if direction == "up" else f"{name}@{first}"): count
+        for direction, name, first, count in expected.entries()
+    }
+    found = {
+        (direction, key): values.numel() for direction in ("up", "down") for key, values in part[direction].items()
+    }
     for direction, key in sorted(wanted.keys() | found.keys()):
         if (direction, key) not in found:
             raise UsageError(f"the state has no {direction} residual of parameter '{key}'", field=key)
         if (direction, key) not in wanted:
-            raise UsageError(f"the state has a {direction} residual of parameter '{key}', which this model does not have", field=key)
+            raise UsageError(
+                f"the state has a {direction} residual of parameter '{key}', which this model does not have", field=key
+            )
         if found[direction, key] != wanted[direction, key]:
-            raise UsageError(f"parameter '{key}' has {wanted[direction, key]} elements; its {direction} residual in the state has {found[direction, key]}", field=key)
+            raise UsageError(
+                f"parameter '{key}' has {wanted[direction, key]} elements; its {direction} residual in the state has "
+                f"{found[direction, key]}",
+                field=key,
+            )
 
 
 def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -160,23 +195,27 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
             missing = [str(r) for r in range(min(then, len(ranks) + 8)) if str(r) not in ranks]
             if missing:
                 raise UsageError(
-                    f"the state was saved with {then} ranks, and there are {world} now: the states of all ranks are needed, and those of rank "
-                    f"{', '.join(missing[:8])} are missing; pass a list of all states, or save with state_dict(gather='all')",
+                    f"the state was saved with {then} ranks, and there are {world} now: the states of all ranks are "
+                    f"needed, and those of rank {', '.join(missing[:8])} are missing; pass a list of all states, "
+                    "or save with state_dict(gather='all')",
                     field="world",
                 )
-            moved = _core.ErrorFeedback.redistribute([_feedback_of(ranks[str(r)], dtype) for r in range(then)], world)
+            moved = _core.ErrorFeedback.redistribute([feedback_of(ranks[str(r)], dtype) for r in range(then)], world)
             part = _ranks_part(moved[rank], torch.float32)
         current = hook._model.state()
         _check(part, current)
-        feedback = _feedback_of(part, dtype)
-        for name, note in whole["learned"].items():
+        feedback = feedback_of(part, dtype)
+        for name, values in whole["learned"].items():
             if name in current.notes():
-                feedback.set_note(name, bytes(note.cpu().contiguous().numpy()))
+                feedback.set_note(name, bytes_of(values))
         unknown = [name for name in whole["exempt"] if name not in hook._names]
         if unknown:
-            raise UsageError(f"the state exempts parameter '{unknown[0]}', which this model does not have", field="exempt")
-        learned = {name: zlib.crc32(bytes(note.cpu().contiguous().numpy())) for name, note in sorted(whole["learned"].items())}
-        return (whole, feedback), [("step", str(whole["step"])), ("world", str(then)), ("learned", str(learned)), ("exempt", str(whole["exempt"]))]
+            raise UsageError(
+                f"the state exempts parameter '{unknown[0]}', which this model does not have", field="exempt"
+            )
+        learned = {name: zlib.crc32(bytes_of(values)) for name, values in sorted(whole["learned"].items())}
+        handshake = {"step": whole["step"], "world": then, "learned": learned, "exempt": whole["exempt"]}
+        return (whole, feedback), [(field, str(value)) for field, value in handshake.items()]
 
     whole, feedback = agreed(hook._group, prepare)
     hook._model.restore(feedback)
@@ -201,7 +240,8 @@ def read_checkpoint(path: str, key: str = "gradwire") -> State:
     for name, what in metadata.state_dict_metadata.items():
         if places.get(name, (name,))[0] != key:
             continue
-        flat[name] = torch.empty(what.size, dtype=what.properties.dtype) if isinstance(what, TensorStorageMetadata) else None
+        is_tensor = isinstance(what, TensorStorageMetadata)
+        flat[name] = torch.empty(what.size, dtype=what.properties.dtype) if is_tensor else None
     if not flat:
         raise UsageError(f"the checkpoint has nothing under '{key}'", field="key")
     with warnings.catch_warnings():  # torch warns that a load without process groups may be a mistake

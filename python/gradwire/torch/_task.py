@@ -63,8 +63,9 @@ class CodingTask:
     codes."""
 
     def __init__(
-        self, model: "_core.RelayModel", tensors: list[int], transport: Transport, device: torch.device, threads: int, times: Times, chunk: int = 0, chunks: int = 1
-    ) -> None:
+        self, model: "_core.RelayModel", tensors: list[int], transport: Transport, device: torch.device, threads: int,
+        times: Times, chunk: int = 0, chunks: int = 1,
+    ) -> None:  # fmt: skip
         self.transport, self.device, self.times = transport, device, times
         self.tensors = tensors
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None

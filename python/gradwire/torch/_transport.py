@@ -57,7 +57,9 @@ class Exchange:
     def begin(self, group: Any) -> "dist.Work":
         if len(self.send_slots) < len(self.recv_slots):
             return group._allgather_base(self.recv, self.send)  # type: ignore[no-any-return]
-        return group.alltoall_base(self.recv, self.send, self.recv_slots, self.send_slots)  # type: ignore[no-any-return]
+        return group.alltoall_base(  # type: ignore[no-any-return]
+            self.recv, self.send, self.recv_slots, self.send_slots
+        )
 
 
 _Queue = queue.SimpleQueue[Callable[[], None] | None]
@@ -165,7 +167,9 @@ class Transport:
         pass that still waits for a bucket gets an error instead of waiting forever."""
         for transport in list(cls._every):
             if transport._pending:
-                transport.failure = transport.failure or EngineError("the interpreter is shutting down", field="transport")
+                transport.failure = transport.failure or EngineError(
+                    "the interpreter is shutting down", field="transport"
+                )
                 for task in list(transport._pending):
                     task.fail(transport.failure)
             transport.close()
@@ -191,7 +195,8 @@ class Transport:
     def _enqueue(self, task: BucketTask) -> None:
         try:
             self.check()
-            with task.on_stream():  # NCCL's work is ordered after this stream, and this stream after NCCL's; the host does not wait
+            # NCCL's work is ordered after this stream, and this stream after NCCL's; the host does not wait.
+            with task.on_stream():
                 first = task.start()
                 first.begin(self.up).wait()
                 second = task.reduce(first.recv)
@@ -247,7 +252,9 @@ class Transport:
 
     def check(self) -> None:
         if self.failure is not None:
-            raise EngineError(f"an earlier bucket failed, and this process group with it: {self.failure}", field="transport")
+            raise EngineError(
+                f"an earlier bucket failed, and this process group with it: {self.failure}", field="transport"
+            )
 
     # Small collectives of a hook.
 

@@ -6,7 +6,8 @@
 
 To the core a buffer is a model with a tensor "unit/p" for each rank p, which owns it (UnitCoder). FSDP calls the
 collectives in the same order on all ranks, and needs the result when the call returns: in stream order on a GPU,
-otherwise in host memory. So a Channel, which all units share, has one stream and one set of buffers, as large as the largest unit needs.
+otherwise in host memory. So a Channel, which all units share, has one stream and one set of buffers, as large
+as the largest unit needs.
 """
 
 import contextlib
@@ -41,7 +42,8 @@ class Channel:
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
         """Runs on our stream, after what FSDP has enqueued on its own stream and before what it enqueues next."""
-        with torch.inference_mode(False):  # FSDP may gather during an evaluation, but our buffers are used in training too
+        # FSDP may gather during an evaluation, but our buffers are used in training too.
+        with torch.inference_mode(False):
             if self.stream is None:
                 yield
                 return
@@ -56,7 +58,9 @@ class Channel:
 
     # Collectives. On a GPU, with any backend but NCCL, messages pass through page-locked host memory.
 
-    def all_to_all(self, send: torch.Tensor, send_slots: list[int], recv_slots: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    def all_to_all(
+        self, send: torch.Tensor, send_slots: list[int], recv_slots: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
         """Sends slot p of `send` to rank p. Returns what was received from all ranks."""
         with self.measure("wait"):
             send, recv = self._to_host(send, group), self._receive_buffer(sum(recv_slots), group)
@@ -120,10 +124,20 @@ class Channel:
 class UnitCoder:
     """The buffer of one unit as the core sees it, and its coder."""
 
-    def __init__(self, channel: Channel, unit: str, codec: "_core.Codec", count: int, dtype: torch.dtype, group: dist.ProcessGroup, **options: Any) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        unit: str,
+        codec: "_core.Codec",
+        count: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        **options: Any,
+    ) -> None:
         if dtype not in DTYPES:
             raise UnsupportedError(
-                f"module '{unit}' sends {str(dtype)[6:]} (uint8 means parameters of several types, sent as bytes); allowed are float32, float16 and bfloat16. "
+                f"module '{unit}' sends {str(dtype)[6:]} (uint8 means parameters of several types, sent as bytes); "
+                "allowed are float32, float16 and bfloat16. "
                 f"Give its parameters one type, or leave it to torch with a rule '{unit}=fp32'",
                 field="dtype",
             )
@@ -131,7 +145,8 @@ class UnitCoder:
         world = group.size()
         self.model = _core.RelayModel(
             [(f"{unit}/{p}", count, DTYPES[dtype], 2) for p in range(world)],
-            up=f"*={codec}", owner_feedback="off", rank=group.rank(), world=world, device=channel.core_device(), **options,
+            up=f"*={codec}", owner_feedback="off", rank=group.rank(), world=world, device=channel.core_device(),
+            **options,
         )  # fmt: skip
         self.keeps = codec.learns or options.get("feedback") == "on"
         self.coder = _core.Relay(self.model, list(range(world)), channel.core_device())
@@ -145,23 +160,29 @@ class UnitCoder:
             if name not in residuals:
                 raise UsageError(f"the state has no residual of '{name}'", field=name)
             if residuals[name].numel() != count:
-                raise UsageError(f"'{name}' has {count} elements; its residual in the state has {residuals[name].numel()}", field=name)
+                raise UsageError(
+                    f"'{name}' has {count} elements; its residual in the state has {residuals[name].numel()}",
+                    field=name,
+                )
 
     def restore(self, residuals: Mapping[str, torch.Tensor], learned: Mapping[str, torch.Tensor]) -> None:
         self.check(residuals)
         current = self.model.state()
         mine = {name: residuals[name] for _, name, _, _ in current.entries()}
-        feedback = _state._feedback_of({"up": mine, "down": {}}, "f32")
+        feedback = _state.feedback_of({"up": mine, "down": {}}, "f32")
         for name in current.notes():
             if f"{self.unit}:{name}" in learned:
-                feedback.set_note(name, bytes(learned[f"{self.unit}:{name}"].cpu().contiguous().numpy()))
+                feedback.set_note(name, _state.bytes_of(learned[f"{self.unit}:{name}"]))
         self.model.restore(feedback)
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Residuals and what the codec has learned, by names that differ from those of other units."""
         now = self.model.state()
-        residuals = {name: torch.from_numpy(now.residual(direction, name, first)) for direction, name, first, _ in now.entries()}
-        return residuals, {f"{self.unit}:{name}": torch.frombuffer(bytearray(note), dtype=torch.uint8) for name, note in now.notes().items() if note}
+        residuals = {
+            name: torch.from_numpy(now.residual(direction, name, first)) for direction, name, first, _ in now.entries()
+        }
+        learned = _state.byte_tensors({f"{self.unit}:{name}": extra for name, extra in now.notes().items()})
+        return residuals, learned
 
 
 def default_collective(name: str) -> Any:
@@ -198,7 +219,14 @@ class _Comm:
 
 
 class CompressedReduceScatter(_Comm):
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False) -> None:
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
         self.hook._enter(self.unit)
         count, others = output_tensor.numel(), group.size() - 1
         unit_coder = self.unit_coder(count, input_tensor.dtype, group)
@@ -233,15 +261,19 @@ class CompressedReduceScatter(_Comm):
         seed = (options["seed"] + (dist.get_global_rank(group, 0) << 32)) % 2**64
         unit_coder = UnitCoder(
             self.channel, self.unit, codec, count, dtype, group,
-            kind="reduce_scatter", feedback="on" if options["feedback"] else "off", residual=DTYPES[options["residual"]], seed=seed,
+            kind="reduce_scatter", feedback="on" if options["feedback"] else "off",
+            residual=DTYPES[options["residual"]], seed=seed,
         )  # fmt: skip
         if not unit_coder.keeps:
             return unit_coder
         if self.unit in self.channel.coders:
             before = self.channel.coders[self.unit]
             raise UnsupportedError(
-                f"module '{self.unit}' sent {before.count} elements of {before.dtype} per rank before, and sends {count} of {dtype} now, because FSDP leaves out parameters without a gradient. "
-                "Feedback and codecs that learn need the same parameters in every step: call set_reduce_scatter_unused_params(True) on the model, or shard such parameters in a module of their own",
+                f"module '{self.unit}' sent {before.count} elements of {before.dtype} per rank before, and sends "
+                f"{count} of {dtype} now, because FSDP leaves out parameters without a gradient. "
+                "Feedback and codecs that learn need the same parameters in every step: call "
+                "set_reduce_scatter_unused_params(True) on the model, or shard such parameters in a module of their "
+                "own",
                 field="unit",
             )
         self.channel.coders[self.unit] = unit_coder
@@ -259,13 +291,17 @@ def _factor(op: Any, world: int) -> float:
     state: Any = op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)  # torch keeps the factor there
     if state[0] == dist.ReduceOp.RedOpType.PREMUL_SUM and isinstance(state[1], float):  # type: ignore[attr-defined]
         return world * state[1]
-    raise UnsupportedError(f"gradients are reduced by {state[0]}; allowed are AVG, SUM and PREMUL_SUM with a number", field="op")
+    raise UnsupportedError(
+        f"gradients are reduced by {state[0]}; allowed are AVG, SUM and PREMUL_SUM with a number", field="op"
+    )
 
 
 class CompressedAllGather(_Comm):
     _group: dist.ProcessGroup | None = None
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
         if self._group is None:
             self._group = group
         count, others = input_tensor.numel(), group.size() - 1
@@ -297,8 +333,22 @@ class CompressedAllGather(_Comm):
     def codec(channel: Channel, unit: str, count: int) -> "_core.Codec":
         codec = channel.rules.codec_for(unit, 2, count)
         if codec.learns:
-            raise UnsupportedError(f"weights is '{codec}', a codec that learns: the forward and the backward pass would see different weights; use one that does not learn, such as unigrid:bits=8", field="weights")
+            raise UnsupportedError(
+                f"weights is '{codec}', a codec that learns: the forward and the backward pass would see different "
+                "weights; use one that does not learn, such as unigrid:bits=8",
+                field="weights",
+            )
         return codec
 
     def make(self, codec: "_core.Codec", count: int, dtype: torch.dtype, group: dist.ProcessGroup) -> UnitCoder:
-        return UnitCoder(self.channel, self.unit, codec, count, dtype, group, kind="all_gather", feedback="off", seed=self.hook._options["seed"])
+        return UnitCoder(
+            self.channel,
+            self.unit,
+            codec,
+            count,
+            dtype,
+            group,
+            kind="all_gather",
+            feedback="off",
+            seed=self.hook._options["seed"],
+        )
