@@ -326,6 +326,18 @@ def test_hooks_share_a_transport_only_where_all_ranks_have_it(ranks: Ranks) -> N
     assert ranks.run(2, shared) == [(True, True, 2)] * 2
 
 
+def destroyed(rank: Rank) -> Any:
+    """As if the user had destroyed the process group under a hook: an error, and not a backward pass that never ends."""
+    ddp, optimizer, hook = prepared(rank, "qsgd:bits=4", timeout=60.0)
+    hook._transport.close()
+    return said(lambda: train(rank, ddp, optimizer, range(1)))
+
+
+def test_a_hook_whose_process_group_was_destroyed_says_so(ranks: Ranks) -> None:
+    for words in ranks.run(2, destroyed):
+        assert "EngineError: the process group of this hook was destroyed" in words, words
+
+
 def test_a_process_that_ends_during_a_backward_pass_ends(tmp_path: Any) -> None:
     import subprocess
     import sys

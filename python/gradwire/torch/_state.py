@@ -188,7 +188,11 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
         then, ranks = whole["world"], whole["ranks"]
         if then == world:
             if str(rank) not in ranks:
-                raise UsageError(f"the state belongs to rank {', '.join(ranks)}; this is rank {rank}", field="ranks")
+                raise UsageError(
+                    f"the state belongs to rank {', '.join(ranks)}; this is rank {rank}: save hook.state_dict() on every "
+                    "rank, or on rank 0 that of hook.state_dict(gather='all'), which all ranks call",
+                    field="ranks",
+                )
             part = ranks[str(rank)]
         else:
             # Of a number of ranks that was made up, only those that are looked for would be listed.

@@ -92,7 +92,9 @@ class Transport:
         self.device = device if self.on_streams else torch.device("cpu")
         self.failure: BaseException | None = None
         self._users = 0
-        self._pending: set[BucketTask] = set()
+        self._closed = False
+        # Tasks under way. A task that is complete may be submitted again before it is taken off this list.
+        self._pending: list[BucketTask] = []
         self._threads: list[threading.Thread] = []
         self._queues: list[_Queue] = []
         timeout = timeout or _timeout_of(group, self.device) or default_pg_timeout
@@ -156,6 +158,7 @@ class Transport:
     def close(self) -> None:
         """Ends the threads, once they have done what was submitted. The process groups are freed with the transport."""
         with self._lock:
+            self._closed = True
             if self in Transport._shared:
                 Transport._shared.remove(self)
             for tasks in self._queues:
@@ -170,7 +173,7 @@ class Transport:
                 transport.failure = transport.failure or EngineError(
                     "the interpreter is shutting down", field="transport"
                 )
-                for task in list(transport._pending):
+                for task in transport._pending[:]:
                     task.fail(transport.failure)
             transport.close()
             for thread in transport._threads:
@@ -186,7 +189,11 @@ class Transport:
 
     def submit(self, task: BucketTask) -> None:
         """Returns at once; with NCCL, when everything is enqueued. The task is told how it ended."""
-        self._pending.add(task)
+        if self._closed:
+            raise EngineError(
+                "the process group of this hook was destroyed, or the hook was removed", field="transport"
+            )
+        self._pending.append(task)
         if self.on_streams:
             self._enqueue(task)
         else:
@@ -203,7 +210,7 @@ class Transport:
                 if second is not None:
                     second.begin(self.down).wait()
                 task.finish(second.recv if second is not None else None)
-            self._pending.discard(task)
+            self._pending.remove(task)
         except BaseException as error:
             self._fail(task, error)
 
@@ -234,7 +241,7 @@ class Transport:
             if second is not None:
                 self._wait(work, task, "end")
             task.finish(second.recv if second is not None else None)
-            self._pending.discard(task)
+            self._pending.remove(task)
         except BaseException as error:
             self._fail(task, error)
 
@@ -247,7 +254,7 @@ class Transport:
     def _fail(self, task: BucketTask, error: BaseException) -> None:
         if self.failure is None:
             self.failure = error
-        self._pending.discard(task)
+        self._pending.remove(task)
         task.fail(error)
 
     def check(self) -> None:
