@@ -5,13 +5,15 @@ is an error on the others, within the time-out.
 
 from __future__ import annotations
 
+import gc
 import os
-import time
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from ranks import Rank, Ranks
+import torch.distributed as dist
+from ranks import Rank, Ranks, eventually
 from test_ddp import equal, network, prepared, train, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -156,18 +158,17 @@ def test_the_guard_exempts_what_passes_its_limit(ranks: Ranks) -> None:
 
 
 def endless(rank: Rank, dies: str) -> Any:
-    ddp, optimizer, hook = prepared(rank, "qsgd:bits=4", timeout=5)
+    ddp, optimizer, hook = prepared(rank, "qsgd:bits=4", timeout=15)
     train(rank, ddp, optimizer, range(2))
-    begin = time.monotonic()
+    store = dist.distributed_c10d._get_default_store()
     if rank.rank == 1:
         if dies == "killed":
             os.kill(os.getpid(), 9)
-        time.sleep(12)
-        return "slept"
+        return eventually(lambda: store.check(["rank 0 has failed", "rank 2 has failed"]))
     first = said(lambda: train(rank, ddp, optimizer, range(2, 4)))
-    took = time.monotonic() - begin
+    store.set(f"rank {rank.rank} has failed", "")
     again = said(lambda: train(rank, ddp, optimizer, range(4, 5)))
-    return first, took, again
+    return first, again
 
 
 @pytest.mark.parametrize("dies", ["killed", "stalls"])
@@ -175,13 +176,15 @@ def test_a_rank_that_dies_is_an_error_on_the_others(dies: str) -> None:
     pool = Ranks(3)
     try:
         pool.start(3, endless, dies)
-        outcomes = pool.results(3, timeout=60)
+        # Without `timeout` the process group would wait for half an hour, which is longer than these tests wait for a rank.
+        outcomes = pool.results(3)
         for rank in (0, 2):
             fine, value = outcomes[rank]
             assert fine, value
-            first, took, again = value
-            assert "Error" in first and took < 10, (first, took)
+            first, again = value
+            assert "Error" in first, first
             assert "an earlier bucket failed" in again, again
+        assert dies == "killed" or outcomes[1] == (True, True), outcomes[1]
     finally:
         pool.close()
 
@@ -201,16 +204,19 @@ def test_errors_are_of_the_package() -> None:
 
 
 def forgotten(rank: Rank) -> Any:
-    import gc
-    import weakref
-
+    """The threads that carry messages hold the last bucket until they have returned from it, which may be some time after
+    backward() has its result. So one collection of garbage may come too early."""
     ddp, optimizer, hook = prepared(rank, "qsgd:bits=4")
     train(rank, ddp, optimizer, range(2))
     model, kept = weakref.ref(ddp), weakref.ref(hook)
     del ddp, optimizer, hook
-    gc.collect()
-    return model() is None, kept() is None
+
+    def freed() -> bool:
+        gc.collect()
+        return model() is None and kept() is None
+
+    return eventually(freed)
 
 
 def test_a_model_that_is_dropped_is_freed(ranks: Ranks) -> None:
-    assert ranks.run(2, forgotten) == [(True, True)] * 2
+    assert ranks.run(2, forgotten) == [True] * 2

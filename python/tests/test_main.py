@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import PATIENCE
 
 import gradwire
 
@@ -20,7 +21,7 @@ def run(*arguments, **environment):
         [sys.executable, "-m", "gradwire", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         cwd="/",
         env={**os.environ, **environment},
     )
@@ -129,13 +130,13 @@ def test_the_program_says_the_same(tmp_path, gradient):
                 tmp_path / "g.gw",
             ],
             check=True,
-            timeout=60,
+            timeout=PATIENCE,
         )
         frame = gradwire.encode(gradient, spec, name="w", seed=3, step=5)
         assert frame == (tmp_path / "g.gw").read_bytes(), spec
         told = json.loads(
             subprocess.run(
-                [program, "inspect", "--json", tmp_path / "g.gw"], check=True, timeout=60, capture_output=True
+                [program, "inspect", "--json", tmp_path / "g.gw"], check=True, timeout=PATIENCE, capture_output=True
             ).stdout
         )
         info = gradwire.inspect(frame)
