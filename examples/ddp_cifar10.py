@@ -86,7 +86,8 @@ def synthetic(train=4096, test=1024):
     labels = torch.randint(10, (train + test,), generator=draw)
     moves = torch.randint(-4, 5, (len(labels), 2), generator=draw).tolist()
     images = torch.stack([patterns[label].roll(move, (1, 2)) for label, move in zip(labels.tolist(), moves)])
-    images = images * torch.rand(len(labels), 1, 1, 1, generator=draw) + torch.randn(images.shape, generator=draw) * 50 + 128
+    images = images * torch.rand(len(labels), 1, 1, 1, generator=draw)
+    images = images + torch.randn(images.shape, generator=draw) * 50 + 128
     images = images.clamp(0, 255).to(torch.uint8)
     return (images[:train], labels[:train]), (images[train:], labels[train:])
 
@@ -206,7 +207,8 @@ def main():
     try:
         train(options, device)
     finally:
-        # A DDP that is still referenced keeps threads of Gloo alive, and Python 3.11 may abort if one of them outlives it.
+        # A DDP that is still referenced keeps threads of Gloo alive, and Python 3.11 may abort if one of them outlives
+        # it.
         gc.collect()
         dist.destroy_process_group()
 
@@ -274,8 +276,8 @@ def train(options, device):
             "seconds": time.perf_counter() - began,
         }
         if rank == 0:
-            print("epoch {epoch:3d}   loss {loss:.4f}   test accuracy {test_accuracy:.2f} %   {bits:.2f} bits per element, "
-                  "{bytes:.0f} bytes a step   {seconds:.1f} s".format(**report), flush=True)
+            print("epoch {epoch:3d}   loss {loss:.4f}   test accuracy {test_accuracy:.2f} %   {bits:.2f} bits per "
+                  "element, {bytes:.0f} bytes per step   {seconds:.1f} s".format(**report), flush=True)
         if options.save:
             save(options.save, epoch + 1, ddp, optimizer, schedule, scaler, hook)
     if options.json and rank == 0:
@@ -326,8 +328,8 @@ def save(path, epoch, ddp, optimizer, schedule, scaler, hook):
         write(hook.state_dict(), f"{path}.rank{dist.get_rank()}")
     dist.barrier()
     if dist.get_rank() == 0:
-        write({"epoch": epoch, "model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(),
-               "scaler": scaler.state_dict(), "world": dist.get_world_size()}, path)
+        write({"epoch": epoch, "model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(),
+               "schedule": schedule.state_dict(), "scaler": scaler.state_dict(), "world": dist.get_world_size()}, path)
     dist.barrier()
 
 

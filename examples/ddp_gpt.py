@@ -216,11 +216,12 @@ def train(options, device):
             mean = torch.stack(losses).mean()  # of the steps since the last line
             dist.all_reduce(mean)
             losses = []
-            report = {"step": step, "loss": mean.item() / world, "held_out_loss": held_out_loss(model, held_out, options.context, rank, world),
+            report = {"step": step, "loss": mean.item() / world,
+                      "held_out_loss": held_out_loss(model, held_out, options.context, rank, world),
                       "seconds": time.perf_counter() - began, **sent(hook, options, count, world)}
             line = "step {step:5d}   loss {loss:.4f}   held out {held_out_loss:.4f}   {seconds:.1f} s"
             if "bits" in report:
-                line += "   {bits:.2f} bits per element, {bytes:.0f} bytes a step"
+                line += "   {bits:.2f} bits per element, {bytes:.0f} bytes per step"
             if rank == 0:
                 print(line.format(**report), flush=True)
     if options.json and rank == 0:
@@ -258,7 +259,8 @@ def main():
     try:
         train(options, device)
     finally:
-        # A DDP that is still referenced keeps threads of Gloo alive, and Python 3.11 may abort if one of them outlives it.
+        # A DDP that is still referenced keeps threads of Gloo alive, and Python 3.11 may abort if one of them outlives
+        # it.
         gc.collect()
         dist.destroy_process_group()
 

@@ -157,7 +157,7 @@ def measure(place: Any, given: str, values: Any, rounds: int) -> Dict[str, Any]:
         "elements": values.size,
         "bits_per_element": 8.0 * plan.nbytes / values.size,
         "ratio": 4.0 * values.size / plan.nbytes,
-        "relative_error": error,
+        "error": error,
         "encode_GBps": rate["encode"],
         "decode_GBps": rate["decode"],
         "copy_GBps": rate["copy"],
@@ -220,7 +220,7 @@ def _page(rows: List[Dict[str, Any]]) -> None:
         for row in here:
             print(
                 f"{row['codec']:<{width}}  {row['bits_per_element']:12.3f}  {row['ratio']:6.2f}  "
-                f"{row['relative_error']:8.3g}"
+                f"{row['error']:8.3g}"
                 f"  {row['encode_GBps']:8.2f}  {row['decode_GBps']:8.2f}  {row['copy_GBps']:8.2f}"
                 f"  {row['encode_of_copy']:11.2f}  {row['decode_of_copy']:11.2f}"
             )

@@ -327,7 +327,7 @@ def test_hooks_share_a_transport_only_where_all_ranks_have_it(ranks: Ranks) -> N
 
 
 def destroyed(rank: Rank) -> Any:
-    """As if the user had destroyed the process group under a hook: an error, and not a backward pass that never ends."""
+    """As if the user had destroyed the process group of a hook: an error, and not a backward pass that never ends."""
     ddp, optimizer, hook = prepared(rank, "qsgd:bits=4", timeout=60.0)
     hook._transport.close()
     return said(lambda: train(rank, ddp, optimizer, range(1)))

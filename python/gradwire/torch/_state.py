@@ -189,8 +189,8 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
         if then == world:
             if str(rank) not in ranks:
                 raise UsageError(
-                    f"the state belongs to rank {', '.join(ranks)}; this is rank {rank}: save hook.state_dict() on every "
-                    "rank, or on rank 0 that of hook.state_dict(gather='all'), which all ranks call",
+                    f"the state belongs to rank {', '.join(ranks)}; this is rank {rank}: save hook.state_dict() on "
+                    "every rank, or on rank 0 that of hook.state_dict(gather='all'), which all ranks call",
                     field="ranks",
                 )
             part = ranks[str(rank)]
