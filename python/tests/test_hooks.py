@@ -187,6 +187,26 @@ def test_the_error_is_squared_and_relative(ranks: Ranks) -> None:
     assert 0.1 < expected < 1 and found == pytest.approx(expected, rel=1e-4)
 
 
+def logged(rank: Rank) -> Any:
+    class Writer(dict):  # type: ignore[type-arg]
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self[name] = (value, step)
+
+    model = shard(rank)
+    hook = gw.compress(model, "qsgd:bits=4", weights="unigrid:bits=8", min_elements=0)
+    fsdp_step(rank, model, 0)
+    hook.log(writer := Writer(), prefix="sent")
+    return dict(writer), hook.stats()
+
+
+@needs_fsdp
+def test_both_kinds_of_hook_write_their_numbers_to_a_writer(ranks: Ranks) -> None:
+    for written, stats in ranks.run(2, logged):
+        for name in ("gradients", "weights"):
+            assert written[f"sent/{name}/ratio"] == (stats[name]["ratio"], 1) and 3 < stats[name]["ratio"] < 8
+        assert written["sent/seconds/encode"][0] > 0 and all(name.startswith("sent/") for name in written)
+
+
 def ratio(rank: Rank) -> Any:
     ddp = DDP(nn.Linear(512, 512, bias=False), process_group=rank.group)
     hook = gw.compress(ddp, "qsgd:bits=4")

@@ -73,10 +73,11 @@ def _plain_mean(  # type: ignore[name-defined]
 def attach(ddp: DistributedDataParallel, codec: Any, options: dict[str, Any]) -> "DdpHook":
     """Makes a hook and puts it in place of the one that is there, if there is one. Collective."""
     group: dist.ProcessGroup = ddp.process_group
+    registered: list[tuple[Any, object]] = getattr(ddp, "_comm_hooks", [])
 
     def prepare() -> tuple[DdpHook, Handshake]:
         refuse_foreign("DDP", options)
-        others = [comm_hook for comm_hook, state in ddp._comm_hooks if not isinstance(state, _Slot)]
+        others = [comm_hook for comm_hook, state in registered if not isinstance(state, _Slot)]
         if others:
             raise UsageError(
                 f"the model has the communication hook '{others[0].__qualname__}' already, and DDP accepts only one",
@@ -88,7 +89,7 @@ def attach(ddp: DistributedDataParallel, codec: Any, options: dict[str, Any]) ->
     hook = agreed(group, prepare)
     hook._connect()
     if ddp not in _SLOTS:
-        ddp._comm_hooks[:] = []  # slots that were copied with the model: its reducer does not know them
+        registered.clear()  # slots that were copied with the model, and that its reducer does not know
         slot = _Slot(group)
         ddp.register_comm_hook(slot, _run_slot)
         _SLOTS[ddp] = slot
