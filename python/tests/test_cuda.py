@@ -70,7 +70,8 @@ def test_the_second_call_of_a_kind_does_not_wait(cuda, tensor):
             gradwire.decode(gradwire.encode(tensor, spec, fit=False), out=out, wait=False)
             return not busy.query()
 
-        # Calls that wait for the GPU never return early; on a busy host, those that do not may need more than the first second.
+        # Calls that wait for the GPU never return early; on a busy host, those that do not may need more than the first
+        # second.
         assert any(returns_while_the_gpu_is_busy(seconds * 2_000_000_000) for seconds in (1, 4, 16)), spec
         cuda.cuda.synchronize()
 

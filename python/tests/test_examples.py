@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples as a user starts them: torchrun, two ranks, a few steps on made-up images and on the project's own pages. What they print last with
---json is what is asserted on. A training that is interrupted and resumed must end where the uninterrupted one does, bit for bit.
+"""The examples as a user starts them: torchrun, two ranks, a few steps on made-up images and on the project's own
+pages. What they print last with --json is what is asserted on. A training that is interrupted and resumed must end
+where the uninterrupted one does, bit for bit.
 """
 
 import importlib.util

@@ -327,8 +327,7 @@ class CpuRunner final : public Runner {
       if (region.scheme.side)
         for (uint64_t unit = 0; unit < unit_count(region.scheme, count); ++unit)
           if (!side_is_valid(region.scheme, side + unit * region.scheme.side))
-            refuse(i, "side",
-                   fmt::format("values of unit {} are neither finite and of their sign nor the marker", unit));
+            refuse(i, "scales", fmt::format("of unit {} are neither finite and of their sign nor the marker", unit));
     }
     for (const Task& task : tasks_) {
       const Span s = span(task, body);
