@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both ends share of gRPC: frames as its byte buffers, and its silence. A payload is not copied on the way out: the
-// slice holds on to the blob.
+// What both ends share of gRPC: frames as its byte buffers, and how it is kept quiet. A payload is not copied on the
+// way out: the slice holds on to the blob.
 #pragma once
 
 #include <grpc/support/log.h>
@@ -16,7 +16,7 @@
 
 namespace gradwire::server {
 
-// gRPC prints what it also says in a status. Whoever wants to see it sets GRPC_VERBOSITY, as its manual says.
+// gRPC prints what it also says in a status. Users who want to see it set GRPC_VERBOSITY, as its manual says.
 inline void keep_grpc_quiet() {
   if (std::getenv("GRPC_VERBOSITY") == nullptr) gpr_set_log_function([](gpr_log_func_args*) {});
 }
@@ -38,7 +38,7 @@ inline Frame from_buffer(const grpc::ByteBuffer& buffer, Blob& payload) {
   size_t size = 0;
   for (const grpc::Slice& slice : slices) size += slice.size();
   if (size > kFrameHead + kMaxFrame)
-    throw Error(ErrorKind::frame, "bad frame: it has more bytes than any part", "oversize");
+    throw Error(ErrorKind::frame, "bad frame: it has more bytes than any shard", "oversize");
   std::byte head[kFrameHead];
   std::vector<std::byte> rest(size > kFrameHead ? size - kFrameHead : 0);
   size_t at = 0;
