@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "gradwire/feedback.h"
 #include "gradwire/plan.h"
+#include "gradwire/rules.h"
 
 namespace gradwire::server {
 

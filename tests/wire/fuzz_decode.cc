@@ -21,6 +21,7 @@
 #include "gradwire/feedback.h"
 #include "gradwire/learn.h"
 #include "gradwire/message.h"
+#include "gradwire/rules.h"
 #include "gradwire/runner.h"
 #include "message/wire_offsets.h"
 

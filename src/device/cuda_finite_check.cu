@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/bits.h"
 #include "device/cuda_packs.cuh"
-#include "device/verdict.h"
+#include "device/finite_check.h"
 
 namespace gradwire {
 namespace {
 
 // Sixteen bytes a thread; what does not fill them, or does not begin at a multiple of them, goes one by one.
-__global__ void look_kernel(Pack<ResultSpan> pack, uint32_t* words) {
+__global__ void check_kernel(Pack<ResultSpan> pack, uint32_t* words) {
   const ResultSpan span = pack.spans[blockIdx.y];
   const uint64_t at = blockIdx.x * uint64_t{kPackThreads} + threadIdx.x, step = gridDim.x * uint64_t{kPackThreads};
   bool bad = false;
@@ -35,9 +35,9 @@ __global__ void look_kernel(Pack<ResultSpan> pack, uint32_t* words) {
   if (bad) atomicOr(words, 1u);
 }
 
-__global__ void keep_kernel(Pack<KeepSpan> pack, const uint32_t* words) {
+__global__ void copy_kernel(Pack<CopySpan> pack, const uint32_t* words) {
   if (*words == 0) return;
-  const KeepSpan span = pack.spans[blockIdx.y];
+  const CopySpan span = pack.spans[blockIdx.y];
   const auto* from = static_cast<const uint16_t*>(span.from);
   auto* to = static_cast<uint16_t*>(span.to);
   for (uint64_t i = blockIdx.x * uint64_t{kPackThreads} + threadIdx.x; i < span.count / 2;
@@ -45,28 +45,28 @@ __global__ void keep_kernel(Pack<KeepSpan> pack, const uint32_t* words) {
     to[i] = from[i];
 }
 
-__global__ void close_kernel(uint32_t* words) {
+__global__ void end_kernel(uint32_t* words) {
   words[1] += words[0];
   words[0] = 0;
 }
 
 }  // namespace
 
-void cuda_look(int index, void* stream, std::span<const ResultSpan> results, uint32_t* words) {
+void cuda_check_finite(int index, void* stream, std::span<const ResultSpan> results, uint32_t* words) {
   in_packs(index, results, 4, [&](const Pack<ResultSpan>& pack, dim3 grid) {
-    look_kernel<<<grid, kPackThreads, 0, static_cast<cudaStream_t>(stream)>>>(pack, words);
+    check_kernel<<<grid, kPackThreads, 0, static_cast<cudaStream_t>(stream)>>>(pack, words);
   });
 }
 
-void cuda_keep_if_bad(int index, void* stream, std::span<const KeepSpan> spans, const uint32_t* words) {
-  in_packs(index, spans, 16, [&](const Pack<KeepSpan>& pack, dim3 grid) {
-    keep_kernel<<<grid, kPackThreads, 0, static_cast<cudaStream_t>(stream)>>>(pack, words);
+void cuda_copy_if_bad(int index, void* stream, std::span<const CopySpan> spans, const uint32_t* words) {
+  in_packs(index, spans, 16, [&](const Pack<CopySpan>& pack, dim3 grid) {
+    copy_kernel<<<grid, kPackThreads, 0, static_cast<cudaStream_t>(stream)>>>(pack, words);
   });
 }
 
-void cuda_close(int index, void* stream, uint32_t* words) {
+void cuda_end_check(int index, void* stream, uint32_t* words) {
   cuda_throw(cudaSetDevice(index), "cudaSetDevice");
-  close_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(words);
+  end_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(words);
   cuda_throw(cudaGetLastError(), "kernel launch");
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Relays are the Reducer with somebody else's hands: here the ranks take turns in one thread, and the bytes are carried by
-// copying. What must hold: the Reducer's bits for every codec, whatever travels together; a skipped step changes nothing.
-#include "gradwire/relay.h"
+// The coding core without an engine: here the ranks take turns in one thread, and their bytes are moved by copying. What
+// must hold: the bits of a Reducer for every codec, however tensors are grouped; a skipped step changes nothing.
+#include "gradwire/coder.h"
 
 #include <cmath>
 #include <limits>
@@ -35,23 +35,23 @@ size_t before(const std::vector<size_t>& slots, size_t p) {
 // All ranks of a world, in one thread.
 struct World {
   World(int n, std::vector<NamedTensor> list, const ReduceOptions& reduce,
-        RelayOptions::Kind kind = RelayOptions::Kind::all_reduce)
+        CoderOptions::Kind kind = CoderOptions::Kind::all_reduce)
       : tensors(std::move(list)) {
     for (int rank = 0; rank < n; ++rank)
-      models.push_back(std::make_unique<RelayModel>(tensors, RelayOptions{kind, reduce, rank, n}));
+      models.push_back(std::make_unique<ModelCoder>(tensors, CoderOptions{kind, reduce, rank, n}));
   }
   size_t size() const { return models.size(); }
 
   // Slot p of rank r's buffer becomes slot r of rank p's.
   static std::vector<std::vector<std::byte>> all_to_all(const std::vector<std::vector<std::byte>>& sent,
-                                                        const std::vector<std::unique_ptr<Relay>>& relays) {
+                                                        const std::vector<std::unique_ptr<BucketCoder>>& buckets) {
     std::vector<std::vector<std::byte>> got;
     for (size_t p = 0; p < sent.size(); ++p) {
       std::vector<std::byte> recv;
       for (size_t r = 0; r < sent.size(); ++r) {
-        const auto from = sent[r].begin() + static_cast<ptrdiff_t>(before(relays[r]->up_send(), p));
-        EXPECT_EQ(relays[r]->up_send()[p], relays[p]->up_recv()[r]);
-        recv.insert(recv.end(), from, from + static_cast<ptrdiff_t>(relays[r]->up_send()[p]));
+        const auto from = sent[r].begin() + static_cast<ptrdiff_t>(before(buckets[r]->up_send(), p));
+        EXPECT_EQ(buckets[r]->up_send()[p], buckets[p]->up_recv()[r]);
+        recv.insert(recv.end(), from, from + static_cast<ptrdiff_t>(buckets[r]->up_send()[p]));
       }
       got.push_back(std::move(recv));
     }
@@ -60,7 +60,7 @@ struct World {
 
   // One step; results of all ranks. `touch` may spoil what rank `to` receives.
   std::vector<Data> step(uint64_t number, const Groups& groups, const std::function<Data(int)>& inputs,
-                         const RelayStep& how = {}, const std::vector<uint8_t>& idle = {},
+                         const StepOptions& how = {}, const std::vector<uint8_t>& idle = {},
                          const std::function<void(size_t to, std::vector<std::byte>&)>& touch = {}) {
     std::vector<Data> in, out(size(), Data(tensors));
     for (size_t r = 0; r < size(); ++r) {
@@ -69,41 +69,41 @@ struct World {
     }
     for (const std::vector<size_t>& group : groups)
       for (uint64_t part = 0; part < parts; ++part) {
-        std::vector<std::unique_ptr<Relay>> relays;
+        std::vector<std::unique_ptr<BucketCoder>> buckets;
         std::vector<std::vector<std::byte>> sent, downs;
         for (size_t r = 0; r < size(); ++r) {
-          relays.push_back(std::make_unique<Relay>(*models[r], group, Device{}, part, parts));
+          buckets.push_back(std::make_unique<BucketCoder>(*models[r], group, Device{}, part, parts));
           std::vector<uint8_t> own;
           for (size_t t : group)
             if (!idle.empty()) own.push_back(idle[t]);
-          relays[r]->begin(own);
-          sent.emplace_back(total(relays[r]->up_send()));
-          relays[r]->encode_up(pick<const void*>(in[r].in(), group), sent[r]);
+          buckets[r]->begin(own);
+          sent.emplace_back(total(buckets[r]->up_send()));
+          buckets[r]->encode_up(pick<const void*>(in[r].in(), group), sent[r]);
         }
-        std::vector<std::vector<std::byte>> got = all_to_all(sent, relays);
+        std::vector<std::vector<std::byte>> got = all_to_all(sent, buckets);
         for (size_t r = 0; r < size(); ++r) {
           if (touch) touch(r, got[r]);
-          const bool scatter = !relays[r]->down_recv().empty();
-          relays[r]->decode_up(got[r], scatter ? std::vector<void*>{} : pick<void*>(out[r].out(), group));
+          const bool scatter = !buckets[r]->down_recv().empty();
+          buckets[r]->decode_up(got[r], scatter ? std::vector<void*>{} : pick<void*>(out[r].out(), group));
           if (!scatter) continue;
-          std::vector<std::byte> mine(relays[r]->down_recv()[r]);
-          relays[r]->encode_down(mine);
+          std::vector<std::byte> mine(buckets[r]->down_recv()[r]);
+          buckets[r]->encode_down(mine);
           downs.push_back(std::move(mine));
         }
         std::vector<std::byte> all;
         for (const auto& mine : downs) all.insert(all.end(), mine.begin(), mine.end());
         if (!downs.empty())
-          for (size_t r = 0; r < size(); ++r) relays[r]->decode_down(all, pick<void*>(out[r].out(), group));
+          for (size_t r = 0; r < size(); ++r) buckets[r]->decode_down(all, pick<void*>(out[r].out(), group));
       }
-    std::vector<std::byte> evidence;
+    std::vector<std::byte> stats;
     for (auto& model : models) {
       model->end();
-      const size_t at = evidence.size();
-      evidence.resize(at + model->evidence_bytes());
-      if (model->evidence_bytes()) model->take_evidence(std::span(evidence).subspan(at));
+      const size_t at = stats.size();
+      stats.resize(at + model->stats_bytes());
+      if (model->stats_bytes()) model->take_stats(std::span(stats).subspan(at));
     }
-    if (!evidence.empty())
-      for (auto& model : models) model->learn(evidence);
+    if (!stats.empty())
+      for (auto& model : models) model->learn(stats);
     return out;
   }
 
@@ -121,7 +121,7 @@ struct World {
   }
 
   std::vector<NamedTensor> tensors;
-  std::vector<std::unique_ptr<RelayModel>> models;
+  std::vector<std::unique_ptr<ModelCoder>> models;
   uint64_t parts = 1;  // that every group travels in
 };
 
@@ -138,13 +138,13 @@ std::function<Data(int)> gradients_of(const std::vector<NamedTensor>& tensors, u
   return [&tensors, step](int rank) { return gradients(tensors, rank, step); };
 }
 
-TEST(Relay, GivesTheReducersBitsAndResiduals) {
+TEST(Coder, GivesTheReducersBitsAndResiduals) {
   const std::vector<NamedTensor> tensors = small_model();
   for (const std::string& spec : all_specs())
     for (Method method : kMethods)
       for (int world : {1, 3}) {
         const ReduceOptions options = options_of(spec, method);
-        World relays(world, tensors, options);
+        World buckets(world, tensors, options);
         std::vector<std::vector<Data>> expected(3, std::vector<Data>(static_cast<size_t>(world), Data(tensors)));
         std::vector<uint64_t> hashes(static_cast<size_t>(world));
         run_loopback(world, [&](Engine& engine) {
@@ -152,21 +152,20 @@ TEST(Relay, GivesTheReducersBitsAndResiduals) {
           const auto rank = static_cast<size_t>(engine.rank());
           for (uint64_t step = 0; step < 3; ++step) {
             reducer.run(step, gradients(tensors, engine.rank(), step).in(), expected[step][rank].out());
-            reducer.commit(step);
           }
           hashes[rank] = reducer.feedback().hash();
         });
         for (uint64_t step = 0; step < 3; ++step) {
-          const std::vector<Data> got = relays.step(step, one_group(tensors), gradients_of(tensors, step));
+          const std::vector<Data> got = buckets.step(step, one_group(tensors), gradients_of(tensors, step));
           for (size_t r = 0; r < got.size(); ++r)
             EXPECT_TRUE(got[r] == expected[step][r])
                 << spec << ' ' << name_of(method) << " world " << world << " step " << step << " rank " << r;
         }
-        EXPECT_EQ(relays.hashes(), hashes) << spec << ' ' << name_of(method);
+        EXPECT_EQ(buckets.hashes(), hashes) << spec << ' ' << name_of(method);
       }
 }
 
-TEST(Relay, WhatTravelsTogetherChangesNothing) {
+TEST(Coder, WhatTravelsTogetherChangesNothing) {
   const std::vector<NamedTensor> tensors = small_model();
   const Groups whole = one_group(tensors), each = {{5}, {4}, {3}, {2}, {1}, {0}}, mixed = {{3, 0}, {5, 1, 4}, {2}};
   for (const std::string& spec : all_specs()) {
@@ -181,7 +180,7 @@ TEST(Relay, WhatTravelsTogetherChangesNothing) {
   }
 }
 
-TEST(Relay, LargeTensorsMayTravelInParts) {
+TEST(Coder, LargeTensorsMayTravelInParts) {
   const std::vector<NamedTensor> tensors = {{"w", 700'001, DType::f32, 2}, {"v", 40'000, DType::f32, 2}};
   for (const std::string& spec : all_specs()) {
     World a(3, tensors, options_of(spec)), b(3, tensors, options_of(spec));
@@ -198,7 +197,7 @@ TEST(Relay, LargeTensorsMayTravelInParts) {
   EXPECT_FALSE(paper.models[0]->divisible(0));
 }
 
-TEST(Relay, AnInfOnOneRankSkipsTheStepForAll) {
+TEST(Coder, AnInfOnOneRankSkipsTheStepForAll) {
   const std::vector<NamedTensor> tensors = small_model();
   for (const std::string& spec : all_specs())
     for (Method method : kMethods) {
@@ -229,12 +228,12 @@ TEST(Relay, AnInfOnOneRankSkipsTheStepForAll) {
     }
 }
 
-TEST(Relay, IdleTensorsKeepTheirDebt) {
+TEST(Coder, IdleTensorsKeepTheirResidual) {
   const std::vector<NamedTensor> tensors = small_model();
   World world(3, tensors, options_of("qsgd:bits=2"));
   world.step(0, one_group(tensors), gradients_of(tensors, 0));
   std::vector<std::vector<float>> owed;
-  for (auto& model : world.models) owed.push_back(model->feedback().residual(Side::up, "embed"));
+  for (auto& model : world.models) owed.push_back(model->feedback().residual(Direction::up, "embed"));
   std::vector<uint8_t> idle(tensors.size());
   idle[2] = 1;
   const std::vector<Data> out = world.step(
@@ -247,11 +246,11 @@ TEST(Relay, IdleTensorsKeepTheirDebt) {
       {}, idle);
   for (size_t r = 0; r < out.size(); ++r) {
     for (uint64_t i = 0; i < tensors[2].count; ++i) ASSERT_EQ(out[r].get(2, i), 0.0f);
-    EXPECT_EQ(world.models[r]->feedback().residual(Side::up, "embed"), owed[r]);
+    EXPECT_EQ(world.models[r]->feedback().residual(Direction::up, "embed"), owed[r]);
   }
 }
 
-TEST(Relay, AnExactStepPaysAllDebts) {
+TEST(Coder, AnExactStepSendsAllResiduals) {
   const std::vector<NamedTensor> tensors = {{"w", 50'000, DType::f32, 2}};
   World world(4, tensors, options_of("qsgd:bits=2"));
   std::vector<double> given(tensors[0].count), received(tensors[0].count);
@@ -268,10 +267,10 @@ TEST(Relay, AnExactStepPaysAllDebts) {
   for (uint64_t i = 0; i < given.size(); ++i) EXPECT_NEAR(given[i], received[i], 1e-7);
   for (auto& model : world.models)
     for (const auto& entry : model->feedback().entries())
-      for (float x : model->feedback().residual(entry.side, entry.name, entry.first)) ASSERT_EQ(x, 0.0f);
+      for (float x : model->feedback().residual(entry.direction, entry.name, entry.first)) ASSERT_EQ(x, 0.0f);
 }
 
-TEST(Relay, AnExemptTensorIsExactAndItsDebtIsPaid) {
+TEST(Coder, AnExemptTensorIsExactAndItsResidualIsSent) {
   const std::vector<NamedTensor> tensors = small_model();
   for (const char* spec : {"qsgd:bits=2", "optquant:bits=2"}) {
     World world(2, tensors, options_of(spec));
@@ -281,34 +280,34 @@ TEST(Relay, AnExemptTensorIsExactAndItsDebtIsPaid) {
       world.step(step, one_group(tensors), gradients_of(tensors, step));
     }
     for (auto& model : world.models) {
-      EXPECT_EQ(model->codecs(Side::up)[2].name(), "fp32");
-      EXPECT_EQ(model->codecs(Side::down)[2].name(), "fp32");
-      for (float x : model->feedback().residual(Side::up, "embed")) ASSERT_EQ(x, 0.0f);
+      EXPECT_EQ(model->codecs(Direction::up)[2].name(), "fp32");
+      EXPECT_EQ(model->codecs(Direction::down)[2].name(), "fp32");
+      for (float x : model->feedback().residual(Direction::up, "embed")) ASSERT_EQ(x, 0.0f);
     }
   }
 }
 
-TEST(Relay, TheHalvesAreTheirOwnTensors) {
+TEST(Coder, EachDirectionAloneIsExact) {
   // What sharded training needs: slice p belongs to rank p.
   std::vector<NamedTensor> tensors;
   for (int p = 0; p < 3; ++p) tensors.push_back({"block/" + std::to_string(p), 9'001, DType::f32, 1});
   ReduceOptions options;
   options.up = options.down = "fp32";
-  World up(3, tensors, options, RelayOptions::Kind::reduce_scatter),
-      down(3, tensors, options, RelayOptions::Kind::all_gather);
-  std::vector<std::unique_ptr<Relay>> relays;
+  World up(3, tensors, options, CoderOptions::Kind::reduce_scatter),
+      down(3, tensors, options, CoderOptions::Kind::all_gather);
+  std::vector<std::unique_ptr<BucketCoder>> buckets;
   std::vector<std::vector<std::byte>> sent;
   for (size_t r = 0; r < 3; ++r) {
     up.models[r]->begin(0, {});
-    relays.push_back(std::make_unique<Relay>(*up.models[r], std::vector<size_t>{0, 1, 2}, Device{}));
-    relays[r]->begin();
-    sent.emplace_back(total(relays[r]->up_send()));
-    relays[r]->encode_up(gradients(tensors, static_cast<int>(r), 0).in(), sent[r]);
+    buckets.push_back(std::make_unique<BucketCoder>(*up.models[r], std::vector<size_t>{0, 1, 2}, Device{}));
+    buckets[r]->begin();
+    sent.emplace_back(total(buckets[r]->up_send()));
+    buckets[r]->encode_up(gradients(tensors, static_cast<int>(r), 0).in(), sent[r]);
   }
-  const auto got = World::all_to_all(sent, relays);
+  const auto got = World::all_to_all(sent, buckets);
   std::vector<std::vector<float>> mine(3, std::vector<float>(9'001));
   for (size_t r = 0; r < 3; ++r) {
-    relays[r]->decode_up(got[r], std::vector<void*>{mine[r].data()});
+    buckets[r]->decode_up(got[r], std::vector<void*>{mine[r].data()});
     up.models[r]->end();
     for (uint64_t i = 0; i < 9'001; i += 100) {
       float sum = 0;
@@ -317,23 +316,23 @@ TEST(Relay, TheHalvesAreTheirOwnTensors) {
     }
   }
   std::vector<std::byte> all;
-  relays.clear();
+  buckets.clear();
   for (size_t r = 0; r < 3; ++r) {
     down.models[r]->begin(0, {});
-    relays.push_back(std::make_unique<Relay>(*down.models[r], std::vector<size_t>{0, 1, 2}, Device{}));
-    relays[r]->begin();
-    std::vector<std::byte> message(relays[r]->down_recv()[r]);
-    relays[r]->encode_down(message, std::vector<const void*>{mine[r].data()});
+    buckets.push_back(std::make_unique<BucketCoder>(*down.models[r], std::vector<size_t>{0, 1, 2}, Device{}));
+    buckets[r]->begin();
+    std::vector<std::byte> message(buckets[r]->down_recv()[r]);
+    buckets[r]->encode_down(message, std::vector<const void*>{mine[r].data()});
     all.insert(all.end(), message.begin(), message.end());
   }
   for (size_t r = 0; r < 3; ++r) {
     Data out(tensors);
-    relays[r]->decode_down(all, out.out());
+    buckets[r]->decode_down(all, out.out());
     for (size_t p = 0; p < 3; ++p) EXPECT_EQ(out.get(p, 77), mine[p][77]);
   }
 }
 
-TEST(Relay, ADamagedMessageChangesNothing) {
+TEST(Coder, ADamagedMessageChangesNothing) {
   const std::vector<NamedTensor> tensors = small_model();
   World world(2, tensors, options_of("qsgd:bits=4"));
   world.step(0, one_group(tensors), gradients_of(tensors, 0));
@@ -344,58 +343,59 @@ TEST(Relay, ADamagedMessageChangesNothing) {
   });
   EXPECT_TRUE(outcome.threw);
   EXPECT_EQ(outcome.kind, ErrorKind::frame);
-  for (auto& model : world.models) model->give_up();
+  for (auto& model : world.models) model->abandon();
   EXPECT_EQ(world.hashes(), hashes);
   world.step(1, one_group(tensors), gradients_of(tensors, 1));  // and can go on
 }
 
-TEST(Relay, DecodesItsOwnMessagesAsOthersSeeThem) {
+TEST(Coder, DecodesItsOwnMessagesAsOthersSeeThem) {
   const std::vector<NamedTensor> tensors = small_model();
   World world(3, tensors, options_of("qsgd:bits=4"));
-  RelayModel& model = *world.models[1];
+  ModelCoder& model = *world.models[1];
   model.begin(0, {});
-  Relay relay(model, one_group(tensors)[0], Device{});
-  relay.begin();
+  BucketCoder bucket(model, one_group(tensors)[0], Device{});
+  bucket.begin();
   const Data in = gradients(tensors, 1, 0);
   Data seen(tensors);
-  std::vector<std::byte> sent(total(relay.up_send()));
-  relay.encode_up(in.in(), sent);
-  relay.decode_own(sent, seen.out());
-  model.give_up();
+  std::vector<std::byte> sent(total(bucket.up_send()));
+  bucket.encode_up(in.in(), sent);
+  bucket.decode_own(sent, seen.out());
+  model.abandon();
   for (size_t t : {0u, 2u, 5u})
     for (uint64_t i = 0; i < tensors[t].count; ++i) ASSERT_NEAR(seen.get(t, i), in.get(t, i), 0.035 / 7);
   EXPECT_EQ(seen.get(1, 7), in.get(1, 7));
 }
 
-TEST(Relay, MisuseIsRefusedByName) {
+TEST(Coder, MisuseIsRefusedByName) {
   const std::vector<NamedTensor> tensors = small_model();
   World world(2, tensors, options_of("qsgd:bits=4"));
-  RelayModel& model = *world.models[0];
-  Relay relay(model, {0, 1}, Device{});
+  ModelCoder& model = *world.models[0];
+  BucketCoder bucket(model, {0, 1}, Device{});
   const auto refused = [](const std::function<void()>& body) {
     const Outcome outcome = outcome_of(body);
     return outcome.threw && outcome.kind == ErrorKind::usage ? outcome.field : "no";
   };
-  EXPECT_EQ(refused([&] { relay.begin(); }), "step");
+  EXPECT_EQ(refused([&] { bucket.begin(); }), "step");
   EXPECT_EQ(refused([&] { model.end(); }), "step");
   EXPECT_EQ(refused([&] { model.begin(0, {.loss_scale = 0}); }), "loss_scale");
   EXPECT_EQ(refused([&] { model.begin(0, {.loss_scale = std::numeric_limits<float>::infinity()}); }), "loss_scale");
-  EXPECT_EQ(refused([&] { Relay(model, {0, 0}, Device{}); }), "tensors");
-  EXPECT_EQ(refused([&] { Relay(model, {9}, Device{}); }), "tensors");
+  EXPECT_EQ(refused([&] { BucketCoder(model, {0, 0}, Device{}); }), "tensors");
+  EXPECT_EQ(refused([&] { BucketCoder(model, {9}, Device{}); }), "tensors");
   EXPECT_EQ(refused([&] { model.exempt(9); }), "tensor");
   model.begin(0, {});
-  relay.begin();
-  std::vector<std::byte> send(total(relay.up_send()));
+  bucket.begin();
+  std::vector<std::byte> send(total(bucket.up_send()));
   const Data in = gradients(tensors, 0, 0);
-  EXPECT_EQ(refused([&] { relay.encode_up(std::vector<const void*>{in.in()[0]}, send); }), "in");
-  EXPECT_EQ(refused([&] { relay.encode_up(std::vector<const void*>{in.in()[0], nullptr}, send); }), "in");
-  EXPECT_EQ(refused([&] {
-              relay.encode_up(std::vector<const void*>{in.in()[0], in.in()[1]}, std::span(send).first(send.size() - 1));
-            }),
-            "send");
-  EXPECT_EQ(refused([&] { relay.begin(std::vector<uint8_t>(3)); }), "idle");
+  EXPECT_EQ(refused([&] { bucket.encode_up(std::vector<const void*>{in.in()[0]}, send); }), "in");
+  EXPECT_EQ(refused([&] { bucket.encode_up(std::vector<const void*>{in.in()[0], nullptr}, send); }), "in");
+  EXPECT_EQ(
+      refused([&] {
+        bucket.encode_up(std::vector<const void*>{in.in()[0], in.in()[1]}, std::span(send).first(send.size() - 1));
+      }),
+      "send");
+  EXPECT_EQ(refused([&] { bucket.begin(std::vector<uint8_t>(3)); }), "idle");
   EXPECT_TRUE(outcome_of([&] { World(2, tensors, options_of("dqsgd:mode=paper")); }).kind == ErrorKind::unsupported);
-  EXPECT_EQ(refused([&] { RelayModel(tensors, {RelayOptions::Kind::all_reduce, options_of("fp32"), 2, 2}); }), "rank");
+  EXPECT_EQ(refused([&] { ModelCoder(tensors, {CoderOptions::Kind::all_reduce, options_of("fp32"), 2, 2}); }), "rank");
 }
 
 }  // namespace

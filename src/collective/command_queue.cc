@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/issuer.h"
+#include "collective/command_queue.h"
 
 #include <map>
 
 namespace gradwire {
 namespace {
 
-// Never destroyed: an issuer held by a static object may end after everything that is.
+// The registry is never destroyed: a queue that a static object owns may end after all static objects of this file.
 struct Registry {
   std::mutex mutex;
-  std::map<Engine*, std::weak_ptr<Issuer>> issuers;
+  std::map<Engine*, std::weak_ptr<CommandQueue>> queues;
 };
 
 Registry& registry() {
@@ -17,28 +17,28 @@ Registry& registry() {
   return *it;
 }
 
-std::shared_ptr<Issuer> find(Engine& engine) {
+std::shared_ptr<CommandQueue> find(Engine& engine) {
   std::lock_guard lock(registry().mutex);
-  std::erase_if(registry().issuers, [](const auto& entry) { return entry.second.expired(); });
-  const auto found = registry().issuers.find(&engine);
-  return found == registry().issuers.end() ? nullptr : found->second.lock();
+  std::erase_if(registry().queues, [](const auto& entry) { return entry.second.expired(); });
+  const auto found = registry().queues.find(&engine);
+  return found == registry().queues.end() ? nullptr : found->second.lock();
 }
 
 }  // namespace
 
-std::shared_ptr<Issuer> Issuer::of(Engine& engine) {
-  if (auto issuer = find(engine)) return issuer;
-  auto fresh = std::make_shared<Issuer>();
+std::shared_ptr<CommandQueue> CommandQueue::of(Engine& engine) {
+  if (auto queue = find(engine)) return queue;
+  auto fresh = std::make_shared<CommandQueue>();
   std::lock_guard lock(registry().mutex);
-  std::weak_ptr<Issuer>& slot = registry().issuers[&engine];
+  std::weak_ptr<CommandQueue>& slot = registry().queues[&engine];
   if (auto other = slot.lock()) return other;
   slot = fresh;
   return fresh;
 }
 
-Issuer::Issuer() : thread_([this] { work(); }) {}
+CommandQueue::CommandQueue() : thread_([this] { work(); }) {}
 
-Issuer::~Issuer() {
+CommandQueue::~CommandQueue() {
   {
     std::lock_guard lock(mutex_);
     stop_ = true;
@@ -47,20 +47,20 @@ Issuer::~Issuer() {
   thread_.join();
 }
 
-void Issuer::Ticket::wait() {
+void CommandQueue::Ticket::wait() {
   std::unique_lock lock(mutex_);
   wake_.wait(lock, [this] { return done_; });
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
-void Issuer::Ticket::finish(std::exception_ptr error) {
+void CommandQueue::Ticket::finish(std::exception_ptr error) {
   std::lock_guard lock(mutex_);
   error_ = std::move(error);
   done_ = true;
   wake_.notify_all();
 }
 
-std::shared_ptr<Issuer::Ticket> Issuer::submit(std::function<void()> task) {
+std::shared_ptr<CommandQueue::Ticket> CommandQueue::submit(std::function<void()> task) {
   auto ticket = std::make_shared<Ticket>();
   {
     std::lock_guard lock(mutex_);
@@ -70,11 +70,11 @@ std::shared_ptr<Issuer::Ticket> Issuer::submit(std::function<void()> task) {
   return ticket;
 }
 
-void Issuer::finish() {
+void CommandQueue::finish() {
   submit([] {})->wait();
 }
 
-void Issuer::work() {
+void CommandQueue::work() {
   std::unique_lock lock(mutex_);
   for (;;) {
     wake_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
@@ -88,15 +88,15 @@ void Issuer::work() {
     } catch (...) {
       error = std::current_exception();
     }
-    task = nullptr;  // what it holds goes before anybody is told
+    task = nullptr;  // what it owns is released before the waiting thread wakes up
     ticket->finish(std::move(error));
     lock.lock();
   }
 }
 
-void issue(Engine& engine, const std::function<void()>& task) {
-  if (auto issuer = find(engine))
-    issuer->submit(task)->wait();
+void run_in_order(Engine& engine, const std::function<void()>& task) {
+  if (auto queue = find(engine))
+    queue->submit(task)->wait();
   else
     task();
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Records travel as they lie in memory: plain structs of fixed size, the same on every little-endian machine. Of each
-// field a hash of the whole text decides, and the text, shortened where it must be, explains. Where ranks differ in a
-// tensor, a second exchange sends the fields of all tensors: every rank sees that it is needed from the first.
-#include "collective/signature.h"
+// Records are sent as they lie in memory: plain structs of fixed size, equal on every little-endian machine. The hash of a
+// field's whole text decides whether ranks agree, and the text, shortened if necessary, explains. If ranks differ in a
+// tensor, a second exchange sends the fields of all tensors; every rank sees from the first that it is needed.
+#include "collective/handshake.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -66,7 +66,7 @@ std::vector<Record> exchange(Engine& engine, std::span<const Record> mine) {
   return all;
 }
 
-// The value that most ranks hold (of two equally common ones, that of the lower rank) is taken for right.
+// The value that most ranks have is taken for right; of two equally common ones, that of the lower rank.
 template <class Value>
 void check_same(const char* field, const std::string& where, size_t world, Value&& value) {
   std::map<uint64_t, size_t> votes;
@@ -86,7 +86,7 @@ void check_same(const char* field, const std::string& where, size_t world, Value
               field, static_cast<int>(wrong.front()));
 }
 
-// The failure of this rank as it is; that of another as a mismatch that quotes it.
+// Throws the failure of this rank as it is, and that of another rank as a mismatch that quotes it.
 void check_ready(const std::exception_ptr& failure, size_t world, const auto& failed, const auto& text) {
   if (failure) std::rethrow_exception(failure);
   for (size_t p = 0; p < world; ++p)
@@ -101,12 +101,12 @@ struct AgreeRecord {
   uint64_t tensors;
   uint64_t tensors_hash;
   Word failure;
-  std::array<Word, kCommonTerms> terms;
+  std::array<Word, kCommonFields> fields;
 };
-static_assert(sizeof(AgreeRecord) == 24 + 128 * (1 + kCommonTerms));
+static_assert(sizeof(AgreeRecord) == 24 + 128 * (1 + kCommonFields));
 
 struct StepRecord {
-  uint64_t terms;
+  uint64_t agreed;
   uint64_t step;
   uint32_t scale_bits;
   uint32_t failed;
@@ -114,72 +114,73 @@ struct StepRecord {
 };
 static_assert(sizeof(StepRecord) == 128);
 
-uint64_t hash_tensors(const Terms& terms) {
+uint64_t hash_tensors(const Handshake& handshake) {
   uint64_t hash = 0;
-  for (const auto& tensor : terms.tensors)
-    for (const Term& term : tensor) hash = XXH64(term.text.data(), term.text.size(), hash);
+  for (const auto& tensor : handshake.tensors)
+    for (const HandshakeField& field : tensor) hash = XXH64(field.text.data(), field.text.size(), hash);
   return hash;
 }
 
 }  // namespace
 
-uint64_t Terms::hash() const {
+uint64_t Handshake::hash() const {
   uint64_t hash = hash_tensors(*this);
-  for (const Term& term : common) hash = XXH64(term.text.data(), term.text.size(), hash);
+  for (const HandshakeField& field : common) hash = XXH64(field.text.data(), field.text.size(), hash);
   return hash;
 }
 
-void agree(Engine& engine, const Terms& terms, std::exception_ptr failure) {
+void agree(Engine& engine, const Handshake& handshake, std::exception_ptr failure) {
   const auto world = static_cast<size_t>(engine.size());
   if (world == 1) {
     if (failure) std::rethrow_exception(failure);
     return;
   }
-  GW_CHECK(failure || terms.common.size() <= kCommonTerms);
+  GW_CHECK(failure || handshake.common.size() <= kCommonFields);
   AgreeRecord mine{};
   mine.magic = kRecordMagic;
   mine.failed = failure != nullptr;
   mine.failure = word(message_of(failure));
   if (!failure) {
-    mine.tensors = terms.tensors.size();
-    mine.tensors_hash = hash_tensors(terms);
-    for (size_t i = 0; i < terms.common.size(); ++i) mine.terms[i] = word(terms.common[i].text);
+    mine.tensors = handshake.tensors.size();
+    mine.tensors_hash = hash_tensors(handshake);
+    for (size_t i = 0; i < handshake.common.size(); ++i) mine.fields[i] = word(handshake.common[i].text);
   }
   const auto all = exchange<AgreeRecord>(engine, std::span(&mine, 1));
 
   for (size_t p = 0; p < world; ++p)
     if (all[p].magic != kRecordMagic)
-      throw Error(ErrorKind::mismatch, fmt::format("rank {} is doing something else: it sent no signature", p),
-                  "signature", static_cast<int>(p));
+      throw Error(ErrorKind::mismatch, fmt::format("rank {} is doing something else: it sent no handshake", p),
+                  "handshake", static_cast<int>(p));
   check_ready(
       failure, world, [&](size_t p) { return all[p].failed != 0; },
       [&](size_t p) { return get_text(all[p].failure.text); });
-  for (size_t i = 0; i < terms.common.size(); ++i)
-    check_same(terms.common[i].field, "", world, [&](size_t p) -> const Word& { return all[p].terms[i]; });
+  for (size_t i = 0; i < handshake.common.size(); ++i)
+    check_same(handshake.common[i].name, "", world, [&](size_t p) -> const Word& { return all[p].fields[i]; });
   check_same("tensors", " (how many)", world, [&](size_t p) { return word(std::to_string(all[p].tensors)); });
 
   bool same = true;
   for (size_t p = 0; p < world; ++p) same &= all[p].tensors_hash == all[0].tensors_hash;
   if (same) return;
   std::vector<Word> rows;
-  for (const auto& tensor : terms.tensors)
-    for (const Term& term : tensor) rows.push_back(word(term.text));
+  for (const auto& tensor : handshake.tensors)
+    for (const HandshakeField& field : tensor) rows.push_back(word(field.text));
   const auto theirs = exchange<Word>(engine, rows);
-  for (size_t i = 0; i < terms.tensors.size(); ++i)
-    for (size_t f = 0; f < kTensorTerms; ++f)
-      check_same(terms.tensors[i][f].field, fmt::format(" of tensor {} ('{}' here)", i, terms.tensors[i][0].text),
-                 world, [&](size_t p) -> const Word& { return theirs[p * rows.size() + i * kTensorTerms + f]; });
+  for (size_t i = 0; i < handshake.tensors.size(); ++i)
+    for (size_t f = 0; f < kTensorFields; ++f)
+      check_same(handshake.tensors[i][f].name,
+                 fmt::format(" of tensor {} ('{}' here)", i, handshake.tensors[i][0].text), world,
+                 [&](size_t p) -> const Word& { return theirs[p * rows.size() + i * kTensorFields + f]; });
   throw Error(ErrorKind::mismatch, "ranks disagree about the tensors, but no field shows how", "tensors");
 }
 
-void agree_step(Engine& engine, uint64_t terms, uint64_t step, float loss_scale, std::exception_ptr failure) {
+void agree_step(Engine& engine, uint64_t agreed, uint64_t step, float loss_scale, std::exception_ptr failure) {
   const auto world = static_cast<size_t>(engine.size());
   if (world == 1) {
     if (failure) std::rethrow_exception(failure);
     return;
   }
   StepRecord mine{};
-  mine.terms = terms;
+  mine.agreed = agreed;
   mine.step = step;
   mine.scale_bits = float_bits(loss_scale);
   mine.failed = failure != nullptr;
@@ -187,8 +188,8 @@ void agree_step(Engine& engine, uint64_t terms, uint64_t step, float loss_scale,
   const auto all = exchange<StepRecord>(engine, std::span(&mine, 1));
   check_ready(
       failure, world, [&](size_t p) { return all[p].failed != 0; }, [&](size_t p) { return get_text(all[p].failure); });
-  check_same("terms", " (another collective or list of tensors is run)", world,
-             [&](size_t p) { return word(fmt::format("{:016x}", all[p].terms)); });
+  check_same("handshake", " (another collective or list of tensors is run)", world,
+             [&](size_t p) { return word(fmt::format("{:016x}", all[p].agreed)); });
   check_same("step", "", world, [&](size_t p) { return word(std::to_string(all[p].step)); });
   check_same("loss_scale", "", world, [&](size_t p) { return word(fmt::format("{}", bits_float(all[p].scale_bits))); });
 }
@@ -203,7 +204,7 @@ void take_part(Engine& engine, const std::function<void()>& prepare,
   }
   agree(failure);
   try {
-    const FloatMode ieee;  // the caller's would change bits on this rank alone
+    const FloatMode ieee;  // the caller's float mode would change bits on this rank alone
     move();
   } catch (...) {
     engine.poison(fmt::format("rank {} failed: {}", engine.rank(), message_of(std::current_exception())));
