@@ -19,7 +19,7 @@ import gradwire.torch as gw
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or gradwire._core.cuda_devices() == 0, reason="no GPU that torch and gradwire can use")
 
-CODECS = ["fp16", "qsgd:bits=4", "onebit", "topk:ratio=0.05", "optquant:bits=3", "casq:bits=2", "dqsgd:budget=4.5", "fft:theta=0.85"]
+CODECS = [info["example"] for info in gradwire.codecs() if not info["lossless"]]
 
 
 class Given(nn.Module):
