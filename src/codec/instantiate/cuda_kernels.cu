@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA driver with the baselines' bodies, the kernels around it (pointer tables, head, checks), and what the runner calls.
-// The methods' bodies are cuda_methods.cu's, so that the two compile side by side. Compiled with -fmad=false: bodies must round
-// every operation by itself.
+// The CUDA driver with the element bodies of group a, the kernels around it (pointer tables, head, checks), and what
+// the runner calls. Compiled with -fmad=false: bodies must round every operation by itself.
 #include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
+#include "codec/body.h"
+#include "codec/instantiate/cuda_elements.h"
+#include "codec/stats.h"
 #include "core/checksum.h"
 #include "core/random.h"
 #include "device/cuda_job.h"
@@ -19,7 +21,7 @@ namespace {
 #define GW_DISPATCH inline
 // Each of these needs the ones before it.
 // clang-format off
-#include "codec/bodies-inl.h"
+#include "codec/bodies.def"
 #include "device/cuda_head.cuh"
 #include "device/cuda_driver.cuh"
 #include "device/cuda_fast.cuh"
@@ -27,7 +29,8 @@ namespace {
 #include "codec/topk/cuda_select.cuh"
 // clang-format on
 
-// Kernel arguments carry the addresses: unlike a copy from host memory, a launch never waits. One launch takes kPack of them.
+// Kernel arguments carry the addresses: unlike a copy from host memory, a launch never waits. One launch takes kPack of
+// them.
 constexpr size_t kPack = 480;
 struct PointerPack {
   const void* p[kPack];
@@ -116,7 +119,19 @@ void encode_selected(const CudaJob& job, cudaStream_t stream) {
   cuda_throw(cudaGetLastError(), "kernel launch");
 }
 
+void decode_selected(const CudaJob& job, cudaStream_t stream) {
+  if (job.head.expected) cuda_check_head(job, stream);
+  launch<select_fill>(job, block_count(job), 8, 256, stream);
+  const dim3 blocks(limited(job.scheme.unit ? job.items : job.piece_count, 8), job.scheme.unit ? 1 : 64);
+  select_scatter<<<blocks, 256, 0, stream>>>(job);
+  cuda_throw(cudaGetLastError(), "kernel launch");
+}
+
 }  // namespace
+
+#define GW_ELEMENT_a(name) GW_COMPILE_ELEMENT(name)
+#define GW_ELEMENT_b(name)
+#include "codec/instantiate/cuda_elements-inl.cuh"
 
 void cuda_begin(const CudaBegin& begin, const void* const* host, const void** device, size_t count,
                 cudaStream_t stream) {
@@ -134,7 +149,7 @@ void cuda_begin(const CudaBegin& begin, const void* const* host, const void** de
 void cuda_encode(const CudaJob& job, cudaStream_t stream) {
   if (job.items == 0) return;
   if (job.scheme.body == Body::clusters) return cuda_encode_sketch(job, stream);
-  if (job.scheme.unit == 0 && job.scheme.stat != Stat::none || job.scheme.body == Body::select && job.scheme.unit == 0)
+  if (job.scheme.unit == 0)
     cuda_throw(cudaMemsetAsync(job.tops, 0, job.piece_count * sizeof(uint32_t), stream), "memset");
   if (job.scheme.body == Body::select) {
     if (job.feedback)
@@ -149,33 +164,43 @@ void cuda_encode(const CudaJob& job, cudaStream_t stream) {
       launch<whole_max<true>>(job, job.items, 8, 256, stream);
     else
       launch<whole_max<false>>(job, job.items, 8, 256, stream);
-    if (needs_sums(job.scheme.stat)) {
+    if (job.scheme.sums != SumKind::none) {
       if (job.feedback)
         launch<whole_sums<true>>(job, job.items, 8, 256, stream);
       else
         launch<whole_sums<false>>(job, job.items, 8, 256, stream);
     }
-    launch<whole_sides>(job, job.piece_count, 128, 128, stream);
   }
-  if (is_method(job.scheme)) return cuda_encode_methods(job, stream);
-  EncodeCall call{job, stream};
-  with_body(job.scheme, call);
+  switch (job.scheme.body) {
+#define GW_ELEMENT(name, group) \
+  case Body::name:              \
+    return cuda_encode_##name(job, stream);
+#include "codec/bodies.def"
+#undef GW_ELEMENT
+    case Body::select:
+    case Body::clusters:
+    case Body::fft:
+      break;
+  }
+  refuse_body(job.scheme);
 }
 
 void cuda_decode(const CudaJob& job, cudaStream_t stream) {
   if (job.items == 0) return;
   if (job.scheme.body == Body::clusters) return cuda_decode_sketch(job, stream);
-  if (is_method(job.scheme)) return cuda_decode_methods(job, stream);
-  if (job.scheme.body != Body::select) {
-    DecodeCall call{job, stream};
-    with_body(job.scheme, call);
-    return;
+  switch (job.scheme.body) {
+#define GW_ELEMENT(name, group) \
+  case Body::name:              \
+    return cuda_decode_##name(job, stream);
+#include "codec/bodies.def"
+#undef GW_ELEMENT
+    case Body::select:
+      return decode_selected(job, stream);
+    case Body::clusters:
+    case Body::fft:
+      break;
   }
-  if (job.head.expected) cuda_check_head(job, stream);
-  launch<select_fill>(job, block_count(job), 8, 256, stream);
-  const dim3 blocks(limited(job.scheme.unit ? job.items : job.piece_count, 8), job.scheme.unit ? 1 : 64);
-  select_scatter<<<blocks, 256, 0, stream>>>(job);
-  cuda_throw(cudaGetLastError(), "kernel launch");
+  refuse_body(job.scheme);
 }
 
 void cuda_sample(std::span<const CudaPick> picks, DType residual, float loss_scale, float* out, cudaStream_t stream) {
