@@ -21,7 +21,8 @@
 
 namespace gradwire {
 
-struct Scheme;  // what a driver needs to know of a codec: src/device/scheme.h
+struct Scheme;   // what a driver needs to know of a codec: src/device/scheme.h
+struct UnitOps;  // how a codec with units of its own is run: src/codec/unit.h
 
 struct ParameterInfo {
   std::string name;
@@ -61,6 +62,7 @@ class Codec {
   Codec fitted(std::span<const uint32_t> table) const;  // throws Error{usage, "table"} naming what is wrong with it
   std::vector<std::string> describe() const;            // the table in words, for people; empty without one
   const Scheme& scheme() const;
+  const UnitOps* unit_ops() const;                         // null for codecs that turn each element into a code
   friend bool operator==(const Codec& a, const Codec& b);  // spec and table
 
  private:

@@ -2,6 +2,7 @@
 // The methods everybody compares with, as parameters over the bodies. docs/algorithms.md has the formulas, the bounds
 // and where we deviate.
 #include "codec/define.h"
+#include "codec/topk/cpu.h"
 
 namespace gradwire {
 namespace {
@@ -126,7 +127,10 @@ CodecDef codec_topk() {
           [](const Values& v) { return Scheme{.body = Body::select, .unit = unit_of(v), .ratio = v.real("ratio")}; },
           [](const Values& v) {
             return Traits{.lossless = false, .unbiased = false, .feedback = true, .unit = unit_of(v)};
-          }};
+          },
+          {},
+          {},
+          &kTopkUnits};
 }
 
 }  // namespace gradwire

@@ -7,6 +7,7 @@
 #include <functional>
 #include <utility>
 
+#include "codec/rangefloat/range_float.h"
 #include "core/random.h"
 #include "device/kernels.h"
 
@@ -30,6 +31,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 // Each of these needs the ones before it.
 // clang-format off
 #include "device/hwy_lane-inl.h"
+#include "codec/rangefloat/range_float-inl.h"
 #include "codec/methods-inl.h"
 #include "device/cpu_driver-inl.h"
 // clang-format on

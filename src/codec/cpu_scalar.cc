@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <functional>
 #include <utility>
 
-#include "codec/casq/sketch.h"
+#include "codec/rangefloat/range_float.h"
 #include "core/random.h"
 #include "device/kernels.h"
 #include "device/lane.h"
@@ -19,10 +18,9 @@ namespace {
 // Each of these needs the ones before it.
 // clang-format off
 #include "codec/bodies-inl.h"
+#include "codec/rangefloat/range_float-inl.h"
 #include "codec/methods-inl.h"
 #include "device/cpu_driver-inl.h"
-#include "codec/topk/cpu_select-inl.h"
-#include "codec/casq/sketch_cpu-inl.h"
 // clang-format on
 
 void encode_methods(const Span& span, const UnitParams* whole, Scratch& scratch, LaneSums& check) {

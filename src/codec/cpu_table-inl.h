@@ -17,23 +17,14 @@ struct Table {
   static Kernels kernels(const char* name) {
     using D = Driver<L>;
     using P = Packing<L>;
-    using S = SketchDriver<L>;
     return {name,
-            D::stage,
-            D::absmax,
-            D::sums,
+            TensorAccess<L>::load,
+            BlockStats<L>::absmax,
+            BlockStats<L>::sums,
             encode,
             decode,
-            Selection<L>::select,
-            D::put,
-            D::put_residual,
-            S::classify,
-            S::split,
-            S::merge,
-            S::count,
-            S::round,
-            S::narrow_means,
-            S::widen_means,
+            TensorAccess<L>::put,
+            TensorAccess<L>::put_residual,
             P::pack_block,
             P::unpack_block,
             P::pack_tail,

@@ -4,10 +4,8 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <functional>
 #include <utility>
 
-#include "codec/casq/sketch.h"
 #include "core/random.h"
 #include "device/kernels.h"
 
@@ -38,8 +36,6 @@ namespace hn = hwy::HWY_NAMESPACE;
 #include "device/hwy_lane-inl.h"
 #include "codec/bodies-inl.h"
 #include "device/cpu_driver-inl.h"
-#include "codec/topk/cpu_select-inl.h"
-#include "codec/casq/sketch_cpu-inl.h"
 #include "codec/cpu_table-inl.h"
 // clang-format on
 

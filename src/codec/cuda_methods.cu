@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "codec/rangefloat/range_float.h"
 #include "core/checksum.h"
 #include "core/random.h"
 #include "device/cuda_job.h"
@@ -17,6 +18,7 @@ namespace {
 #define GW_DISPATCH inline
 // Each of these needs the ones before it.
 // clang-format off
+#include "codec/rangefloat/range_float-inl.h"
 #include "codec/methods-inl.h"
 #include "device/cuda_head.cuh"
 #include "device/cuda_driver.cuh"

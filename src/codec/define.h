@@ -48,6 +48,7 @@ struct CodecDef {
   // into `floats`, which stays where it is; it throws Error{usage, "table"}. An empty table means the defaults.
   std::function<void(const Values&, Table, Scheme&, std::vector<float>& floats)> apply = {};
   std::function<std::vector<std::string>(const Values&, Table)> describe = {};
+  const UnitOps* unit = nullptr;  // codecs with units of their own: unit.h
 };
 
 #define GW_CODEC(name) CodecDef codec_##name();

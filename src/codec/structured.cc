@@ -7,8 +7,9 @@
 #include <cmath>
 #include <cstring>
 
-#include "codec/casq/sketch.h"
+#include "codec/casq/cpu.h"
 #include "codec/define.h"
+#include "codec/fft/cpu.h"
 #include "codec/parameters.h"
 #include "gradwire/error.h"
 
@@ -141,7 +142,8 @@ CodecDef codec_casq() {
                         fmt::join(shown, " ")),
             paper(v) ? fmt::format("shares of the buckets, in 1/65536: {}", fmt::join(t.words, " "))
                      : fmt::format("clusters in the order in which they get buckets: {}", fmt::join(t.words, " "))};
-      }};
+      },
+      &kCasqUnits};
 }
 
 // Wang et al., FFT-based gradient sparsification for the distributed training of deep neural networks, HPDC 2020.
@@ -205,7 +207,8 @@ CodecDef codec_fft() {
                 fmt::format("theta: {}", theta_of(v, table)),
                 fmt::format("mantissa{}: {}", table.empty() && !v.integer("mantissa") ? " (not fitted)" : "",
                             mantissa(v, table))};
-          }};
+          },
+          &kFftUnits};
 }
 
 }  // namespace gradwire

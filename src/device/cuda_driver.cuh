@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA driver: the same work as cpu_driver-inl.h, one warp a block of 1024 elements. Thread t is lane t of the block's
-// grid: it holds the 32 values of its lane in registers, so every load and store of a row is one 128-byte access of the
-// warp, packing is shifts within a thread, and the tensor is read once.
+// The CUDA driver: the same work as cpu_driver-inl.h, one warp a block of 1024 elements. Thread t is lane t of the
+// block's grid: it holds the 32 values of its lane in registers, so every load and store of a row is one 128-byte
+// access of the warp, packing is shifts within a thread, and the tensor is read once.
 //
-// Units up to a block live in one warp. Units above it (large buckets, tiles) live in one thread block of 32 warps, which
-// share statistics through shared memory. Whole-tensor units take separate passes with integer atomics.
+// Units up to a block live in one warp. Units above it (large buckets, tiles) live in one thread block of 32 warps,
+// which share statistics through shared memory. Whole-tensor units take separate passes with integer atomics.
 //
 // Included by codec/cuda_kernels.cu inside an anonymous namespace, after the bodies.
 
@@ -21,7 +21,8 @@ __device__ __forceinline__ Item item_of(const CudaJob& job, uint64_t i) {
   return item;
 }
 
-// The i-th block of the job (of block_count()); `number` is its number in the piece, which may lie beyond the piece's end.
+// The i-th block of the job (of block_count()); `number` is its number in the piece, which may lie beyond the piece's
+// end.
 __device__ __forceinline__ Item block_of(const CudaJob& job, uint64_t i) {
   if (!chunked(job.scheme)) return item_of(job, i);
   Item item = item_of(job, i / 32);
@@ -72,6 +73,20 @@ __device__ __forceinline__ void load_block(const CudaJob& job, const CudaPiece& 
           x[row] = x[row] + widen_at(before, job.residual, at + row * 32) * job.loss_scale;
     }
   }
+}
+
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// Asks the cache for the block that this warp takes in the next tile of its thread block, one line per lane. Tiles are
+// handed out to thread blocks in turn. kFeedback: for its residuals as well.
+template <bool kFeedback>
+__device__ __forceinline__ void prefetch_tile(const CudaJob& job, const CudaPiece& piece, uint64_t block,
+                                              uint32_t lane) {
+  if ((block + 32ull * gridDim.x + 1) * kBlock > piece.count) return;
+  const uint64_t next = (block + 32ull * gridDim.x) * kBlock + lane * 32;
+  prefetch(static_cast<const char*>(job.in[piece.tensor]) + next * (job.dtype == DType::f32 ? 4 : 2));
+  if (kFeedback && job.before[piece.tensor] != nullptr)
+    prefetch(static_cast<const char*>(job.before[piece.tensor]) + next * (job.residual == DType::f32 ? 4 : 2));
 }
 
 // r holds (x - decoded) * unscale; where that is NaN the unit was marked and keeps what it had.
@@ -140,17 +155,23 @@ __device__ __forceinline__ int code_bits(const Scheme& s) {
   return B::kCodeBits ? B::kCodeBits : s.bits;
 }
 
-template <class B, bool kOne, bool kFeedback>
-__device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane,
-                                            float (&x)[32], const UnitParams& one, const UnitParams* rows,
-                                            uint32_t spread, Check& check) {
+// A full block of a warp: where its words go, and what its random bits come from.
+struct BlockPlace {
+  uint32_t* words;  // of this lane
+  uint32_t row0;    // the block's first row of the checksum
+  uint64_t key;     // block_key()
+};
+
+// The rows of a full block, for every kernel that encodes one: random bits, codes, residuals in place of x, packing.
+// The two 16-bit halves of a random word serve two rows. `params(row)` gives the parameters of a row. kTiny: the body
+// multiplies by `pre` itself; else values come lifted already, and `lower` brings them back for the residual (1 where
+// there is nothing to bring back: the multiplication then vanishes).
+template <class B, bool kTiny, bool kFeedback, class Params>
+__device__ __forceinline__ void encode_rows(const CudaJob& job, const BlockPlace& at, uint32_t lane, float (&x)[32],
+                                            float lower, const Params& params, Check& check) {
   constexpr int kBits = B::kCodeBits;
-  const uint64_t key = block_key(job.keys[piece.tensor], piece.first_block + block);
-  const uint32_t key1 = static_cast<uint32_t>(key >> 32);
-  uint32_t counter = lane * kWeyl + static_cast<uint32_t>(key);
-  const int bits = code_bits<B>(job.scheme);
-  uint32_t* words = job.body + piece.region + block * kLane * bits + lane;
-  const uint64_t row0 = piece.region / kLane + block * bits;
+  const uint32_t key1 = static_cast<uint32_t>(at.key >> 32);
+  uint32_t counter = lane * kWeyl + static_cast<uint32_t>(at.key);
   const bool nearest = job.scheme.nearest;
   uint32_t rnd = 0x80008000u, word = 0;
   uint32_t codes[kBits ? 1 : 32];
@@ -167,26 +188,25 @@ __device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece&
         r16 = rnd >> 16;
       }
     }
-    UnitParams p = one;
-    if constexpr (!kOne) p = rows[row * spread];
-    const uint32_t code = B::template encode<ScalarLane, !kOne>(x[row], p, r16);
-    if constexpr (kFeedback) x[row] = (x[row] - B::template decode<ScalarLane>(code, p)) * job.unscale;
+    const UnitParams& p = params(row);
+    const uint32_t code = B::template encode<ScalarLane, kTiny>(x[row], p, r16);
+    if constexpr (kFeedback) x[row] = (x[row] * lower - B::template decode<ScalarLane>(code, p)) * job.unscale;
     if constexpr (kBits == 0) {
       codes[row] = code;
       continue;
     }
     word = place == 0 ? code : word + (code << place);  // disjoint bits: the sum is the or, in one instruction
     if (place + kBits >= 32) {
-      words[q * 32] = word;
-      check.row(word, row0 + q);
+      at.words[q * 32] = word;
+      check.row(word, at.row0 + q);
       word = place + kBits > 32 ? code >> (32 - place) : 0;
     }
   }
-  if constexpr (kBits == 0) pack_block(bits, codes, words, static_cast<uint32_t>(row0), check);
+  if constexpr (kBits == 0) pack_block(job.scheme.bits, codes, at.words, at.row0, check);
 }
 
-// A row of the last, partial block: codes follow one another from bit 0 on, so the 32 codes of a row fill `bits` words, which
-// the first `bits` lanes collect from their neighbours. A marked unit is encoded as zeros.
+// A row of the last, partial block: codes follow one another from bit 0 on, so the 32 codes of a row fill `bits` words,
+// which the first `bits` lanes collect from their neighbours. A marked unit is encoded as zeros.
 template <class B, bool kFeedback>
 __device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t row, uint32_t lane,
                                 const UnitParams& p, Check& check) {
@@ -233,8 +253,8 @@ __device__ __forceinline__ void write_side(const CudaJob& job, const CudaPiece& 
   }
 }
 
-// Encodes a block whose parameters are `one`, or rows[0], rows[spread], ... in shared memory; x becomes the residual with feedback. Of a
-// partial block only the rows row0, row0 + step, ... are done.
+// Encodes a block whose parameters are `one`, or rows[0], rows[spread], ... in shared memory; x becomes the residual
+// with feedback. Of a partial block only the rows row0, row0 + step, ... are done.
 template <class B, bool kFeedback>
 __device__ __forceinline__ void encode_block(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane,
                                              float (&x)[32], bool is_one, const UnitParams& one, UnitParams* rows,
@@ -257,14 +277,20 @@ __device__ __forceinline__ void encode_block(const CudaJob& job, const CudaPiece
     for (int row = 0; row < 32; ++row)
       if (float_bits(is_one ? one.a : rows[row * spread].a) == kMarker) x[row] = 0;
   }
+  const int bits = code_bits<B>(job.scheme);
+  const BlockPlace at{job.body + piece.region + block * kLane * bits + lane,
+                      static_cast<uint32_t>(piece.region / kLane + block * bits),
+                      block_key(job.keys[piece.tensor], piece.first_block + block)};
+  const auto of_row = [&](int row) -> const UnitParams& { return rows[row * spread]; };
+  const auto the_one = [&](int) -> const UnitParams& { return one; };
   if (is_one)
-    encode_full<B, true, kFeedback>(job, piece, block, lane, x, one, rows, spread, check);
+    encode_rows<B, false, kFeedback>(job, at, lane, x, 1.0f, the_one, check);
   else
-    encode_full<B, false, kFeedback>(job, piece, block, lane, x, one, rows, spread, check);
+    encode_rows<B, true, kFeedback>(job, at, lane, x, 1.0f, of_row, check);
   if (kFeedback && job.before[piece.tensor] != nullptr) {
-    const uint64_t at = block * kBlock + lane;
+    const uint64_t first = block * kBlock + lane;
 #pragma unroll
-    for (int row = 0; row < 32; ++row) store_residual(job, piece, at + row * 32, x[row]);
+    for (int row = 0; row < 32; ++row) store_residual(job, piece, first + row * 32, x[row]);
   }
   __syncwarp();
 }
@@ -478,7 +504,7 @@ __device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, 
       uint32_t side[2] = {0, 0};
       for (uint32_t w = 0; w < scheme.side; ++w) side[w] = region[side_at + u * scheme.side + w];
       if (begin == u * unit && first_warp) {
-        if (!side_is_valid(scheme, side)) problem |= kBadSide;
+        if (!side_is_valid(scheme, side)) problem |= kBadScales;
         for (uint32_t w = 0; w < scheme.side; ++w) {
           const uint64_t at = piece.region + side_at + u * scheme.side + w;
           check.loose += word_part(side[w], at);

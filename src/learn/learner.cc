@@ -126,7 +126,7 @@ void Learner::look(Runner& runner, std::span<const uint32_t> which, uint64_t ste
   s.coming.clear();
   if (s.subject->source() == Subject::Source::sides) {
     s.expect_sides(runner.plan(), which);
-    s.sides = runner.sides(message, which);
+    s.sides = runner.scales(message, which);
   } else {
     s.choose(runner.plan(), which, step);
     s.sample = runner.sample(tensors, residuals, s.picks);

@@ -11,10 +11,10 @@
 
 #include "codec/casq/clusters.h"
 #include "codec/dqsgd/bits.h"
+#include "codec/fft/fft.h"
 #include "codec/optquant/levels.h"
 #include "codec/rangefloat/mantissa.h"
 #include "core/bits.h"
-#include "device/regions.h"
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 #include "gradwire/runner.h"

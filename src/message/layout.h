@@ -20,6 +20,7 @@ inline constexpr size_t kHeaderBytes = 64, kTensorBytes = 40, kHeadAlign = 32;
 // One tensor (or piece) in the body. Offsets are in words.
 struct Region {
   Scheme scheme;
+  const UnitOps* unit = nullptr;  // codecs with units of their own; on the host only
   uint64_t name_hash = 0;
   uint64_t begin = 0, words = 0;
   uint32_t spec = 0;  // index in Layout::specs
