@@ -17,7 +17,7 @@ no communication, t_alone the same difference without compute. 1: communication 
 
 `loss`: a real training (Fashion-MNIST, small convolutional network, 4 ranks over loopback, no shaping), the same steps for all.
 
-A --codec is a spec, and may go on with arguments of gradwire.torch.compress, and bucket_cap_mb of DDP: --codec "onebit down=qsgd:bits=4 bucket_cap_mb=4".
+A --codec is a codec, which may be followed by arguments of gradwire.torch.compress, and by bucket_cap_mb of DDP: --codec "onebit down=qsgd:bits=4 bucket_cap_mb=4".
 Run it with the Python that has torch. GRADWIRE_BIN names the program, which is asked for the machine's name only.
 """
 
@@ -43,8 +43,8 @@ RIVALS = [{"name": "none", "kind": "none"}, {"name": "fp32", "kind": "fp32"}, {"
 
 
 def variant_of(text):
-    """'SPEC key=value ...' as a variant; values are JSON where they can be, else words."""
-    spec, *rest = text.split()
+    """'CODEC key=value ...' as a variant. Values are parsed as JSON where they can be; otherwise they are strings."""
+    codec, *rest = text.split()
     options = {}
     for word in rest:
         key, _, value = word.partition("=")
@@ -52,7 +52,7 @@ def variant_of(text):
             options[key] = json.loads(value)
         except json.JSONDecodeError:
             options[key] = value
-    return {"name": text, "kind": "gradwire", "codec": spec, "options": options}
+    return {"name": text, "kind": "gradwire", "codec": codec, "options": options}
 
 
 class Ranks:
@@ -285,7 +285,7 @@ def loss(options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["links", "loss"])
-    parser.add_argument("--codec", action="append", default=[], help="a spec of gradwire, and arguments of its hook; may be given several times")
+    parser.add_argument("--codec", action="append", default=[], help="a codec, and arguments of gradwire.torch.compress; may be given several times")
     parser.add_argument("--dry-run", action="store_true", help="show the rows and append nothing")
     parser.add_argument("--timeout", type=float, default=120, help="seconds that a collective may take")
     group = parser.add_argument_group("links")

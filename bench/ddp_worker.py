@@ -53,7 +53,7 @@ class Compute:
     """Work in portions: `portion(share)` does that share of a step's compute; what is less than a unit is carried over."""
 
     def __init__(self, milliseconds, kind):
-        self.seconds, self.kind, self.on, self.debt = milliseconds / 1000, kind, False, 0.0
+        self.seconds, self.kind, self.on, self.remainder = milliseconds / 1000, kind, False, 0.0
         self.a, self.b, self.out = (torch.rand(192, 192) for _ in range(3))
         costs = []
         for _ in range(30):  # processor time, because ranks share the cores
@@ -71,10 +71,10 @@ class Compute:
         if self.kind == "wait":
             time.sleep(self.seconds * share)
             return
-        self.debt += self.seconds * share / self.unit
-        for _ in range(int(self.debt)):
+        self.remainder += self.seconds * share / self.unit
+        for _ in range(int(self.remainder)):
             torch.mm(self.a, self.b, out=self.out)
-        self.debt -= int(self.debt)
+        self.remainder -= int(self.remainder)
 
 
 class Layer(torch.autograd.Function):

@@ -3,15 +3,17 @@
 """CIFAR-10 with PyTorch's DistributedDataParallel, gradients compressed by gradwire.
 
     torchrun --nproc-per-node 4 examples/ddp_cifar10.py --synthetic --codec optquant:bits=4
-    torchrun --nproc-per-node 4 examples/ddp_cifar10.py --data cifar-10-binary.tar.gz --model resnet18 --device cuda --amp bf16 --codec optquant:bits=4
-    torchrun --nproc-per-node 4 examples/ddp_cifar10.py --data cifar-10-batches-py --codec none          plain DDP, to compare with
+    torchrun --nproc-per-node 4 examples/ddp_cifar10.py --data cifar-10-binary.tar.gz --model resnet18 --device cuda
+    --amp bf16 --codec optquant:bits=4 torchrun --nproc-per-node 4 examples/ddp_cifar10.py --data cifar-10-batches-py
+    --codec none          plain DDP, to compare with
 
-The one place that differs from an ordinary DDP training is `gw.compress(...)` in `train`; besides, what the hook remembers
-(residuals, fitted levels) is saved and loaded beside the model, so that a resumed training goes on as if it had not stopped.
+The one place that differs from an ordinary DDP training is `gw.compress(...)` in `train`. In addition the state of the
+hook (residuals, fitted levels) is saved and loaded beside the model, so that a resumed training continues as if it had
+not stopped.
 
---data is the data set as its author publishes it (https://www.cs.toronto.edu/~kriz/cifar.html): the binary or the Python version,
-a .tar.gz or the folder in it. --synthetic makes images instead, ten noisy patterns that are moved about: a training on
-them shows that everything works and nothing about accuracy.
+--data is the data set as its author publishes it (https://www.cs.toronto.edu/~kriz/cifar.html): the binary or the
+Python version, a .tar.gz or the folder in it. --synthetic makes images instead: ten noisy patterns that are moved
+about. A training on them shows that everything works, and nothing about accuracy.
 """
 
 import argparse
@@ -141,13 +143,13 @@ def arguments():
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", help="CIFAR-10: a .tar.gz or a folder, binary or Python version")
     source.add_argument("--synthetic", action="store_true", help="made-up images; nothing is downloaded")
-    parser.add_argument("--codec", default="optquant:bits=4", help="a spec of gradwire (python -m gradwire codecs), or none: plain DDP")
+    parser.add_argument("--codec", default="optquant:bits=4", help="a codec or rules (python -m gradwire codecs lists the codecs), or none: plain DDP")
     parser.add_argument("--warmup", type=int, default=0, help="steps that are sent uncompressed at first")
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--amp", choices=["none", "bf16", "fp16"], default="none", help="fp16 scales the loss")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=256, help="samples of a step, all ranks together")
+    parser.add_argument("--batch", type=int, default=256, help="samples per step, on all ranks together")
     parser.add_argument("--lr", type=float, default=0.2, help="the highest rate; up to it for a fifth of the steps, then down to zero")
     parser.add_argument("--weight-decay", type=float, default=5e-4)
     parser.add_argument("--seed", type=int, default=1)
@@ -208,7 +210,8 @@ def train(options, device):
     hook = None
     if options.codec != "none":
         import gradwire.torch as gw
-        # This line is all that compression takes. A loss scaler, if there is one, is named, so that a step it skips leaves no trace.
+        # This line is all that compression takes. A GradScaler, if there is one, is passed, so that a step it skips
+        # changes no residual.
         hook = gw.compress(ddp, options.codec, warmup=options.warmup, seed=options.seed, scaler=scaler if scaler.is_enabled() else None)
 
     first = load(options.resume, ddp, optimizer, schedule, scaler, hook, device) if options.resume else 0
@@ -294,7 +297,7 @@ def load(path, ddp, optimizer, schedule, scaler, hook, device):
     optimizer.load_state_dict(state["optimizer"])
     schedule.load_state_dict(state["schedule"])
     scaler.load_state_dict(state["scaler"])
-    if hook:  # on as many ranks as before each goes on with its own; otherwise what all of them owed is shared out anew
+    if hook:  # on as many ranks as before each rank loads its own state; otherwise all residuals are redistributed
         ranks = [dist.get_rank()] if state["world"] == dist.get_world_size() else range(state["world"])
         hook.load_state_dict([torch.load(f"{path}.rank{rank}", map_location=device, weights_only=True) for rank in ranks])
     return state["epoch"]

@@ -4,12 +4,13 @@
 
     torchrun --nproc-per-node 4 examples/ddp_gpt.py --codec optquant:bits=4
     torchrun --nproc-per-node 4 examples/ddp_gpt.py --codec none                        plain DDP, to compare with
-    torchrun --nproc-per-node 4 examples/ddp_gpt.py --text book.txt --steps 2000 --layers 6 --width 384 --device cuda --compile
-    torchrun --nproc-per-node 4 examples/ddp_gpt.py --fsdp --codec qsgd:bits=4 --weights unigrid:bits=8
+    torchrun --nproc-per-node 4 examples/ddp_gpt.py --text book.txt --steps 2000 --layers 6 --width 384 --device cuda
+    --compile torchrun --nproc-per-node 4 examples/ddp_gpt.py --fsdp --codec qsgd:bits=4 --weights unigrid:bits=8
 
-Without --text it reads this project's own pages (README.md and docs/*.md), which are enough to see a loss fall and too few
-to learn a language from. The last tenth of the text is held out. Losses are in nats per byte: 5.55 knows nothing, and a model
-that has learned English spelling is below 1.6. What differs from an ordinary training is `gw.compress` or `gw.compress_fsdp` in `parallel`.
+Without --text it reads this project's own pages (README.md and docs/*.md), which are enough to see a loss fall and too
+few to learn a language from. The last tenth of the text is held out. Losses are in nats per byte: 5.55 knows nothing,
+and a model that has learned English spelling is below 1.6. What differs from an ordinary training is
+`gw.compress` in `parallel`.
 """
 
 import argparse
@@ -71,14 +72,14 @@ class GPT(nn.Module):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", metavar="FILE", help="what to learn; without it, this project's README.md and docs/*.md")
-    parser.add_argument("--codec", default="optquant:bits=4", help="a spec of gradwire (python -m gradwire codecs) for gradients, or none")
+    parser.add_argument("--codec", default="optquant:bits=4", help="a codec or rules for gradients (python -m gradwire codecs lists the codecs), or none")
     parser.add_argument("--warmup", type=int, default=0, help="steps that are sent uncompressed at first; not with --fsdp")
     parser.add_argument("--fsdp", action="store_true", help="shard the model over the ranks (FSDP2) instead of copying it to each")
-    parser.add_argument("--weights", default="none", help="with --fsdp: a spec for the weights that are gathered, as unigrid:bits=8, or none")
+    parser.add_argument("--weights", default="none", help="with --fsdp: a codec or rules for the weights that are gathered, such as unigrid:bits=8, or none")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=16, help="pieces of text of a step, all ranks together")
-    parser.add_argument("--context", type=int, default=128, help="bytes of a piece")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step, on all ranks together")
+    parser.add_argument("--context", type=int, default=128, help="bytes of a sequence")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
@@ -108,7 +109,7 @@ def text_of(options, device):
     return data[:cut], data[cut:]
 
 
-def pieces(data, starts, context):
+def sequences(data, starts, context):
     """Bytes from the starts, and the bytes that follow each."""
     places = starts.to(data.device).unsqueeze(1) + torch.arange(context + 1, device=data.device)
     text = data[places].long()
@@ -124,11 +125,11 @@ def parallel(model, options):
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        gradients, weights = (None if spec == "none" else spec for spec in (options.codec, options.weights))
-        if gradients is None and weights is None:
+        codec, weights = (None if given == "none" else given for given in (options.codec, options.weights))
+        if codec is None and weights is None:
             return model, None
         import gradwire.torch as gw
-        return model, gw.compress_fsdp(model, gradients=gradients, weights=weights)
+        return model, gw.compress(model, codec, weights=weights, seed=options.seed)
     ddp = DDP(model)
     if options.codec == "none":
         return ddp, None
@@ -141,11 +142,11 @@ def loss_of(model, text, following):
 
 
 def held_out_loss(model, data, context, rank, world):
-    """The mean over up to 64 pieces of the held-out text, each rank its part."""
+    """The mean over up to 64 sequences of the held-out text. Each rank computes a part of them."""
     starts = torch.linspace(0, len(data) - context - 1, 64).long()[rank::world]
     model.eval()
     with torch.no_grad():
-        sums = torch.stack([loss_of(model, *pieces(data, some, context)) * len(some) for some in starts.split(16)]).sum()
+        sums = torch.stack([loss_of(model, *sequences(data, some, context)) * len(some) for some in starts.split(16)]).sum()
     model.train()
     both = torch.stack([sums, torch.tensor(float(len(starts)), device=sums.device)])
     dist.all_reduce(both)
@@ -153,7 +154,8 @@ def held_out_loss(model, data, context, rank, world):
 
 
 def sent(hook, options, count, world):
-    """Bits per element and bytes that a rank sends in a step; for plain DDP as a ring of all ranks would. FSDP's are not counted here."""
+    """Bits per element and bytes that a rank sends in a step; for plain DDP as a ring of all ranks would. What FSDP
+    sends is in hook.stats()."""
     if options.fsdp:
         return {}
     stats = hook.stats() if hook else {"bits": 32.0, "bytes": 2 * (world - 1) / world * 4 * count}
@@ -179,7 +181,7 @@ def train(options, device):
     began, report, losses = time.perf_counter(), {}, []
     for step in range(1, options.steps + 1):
         starts = torch.randint(len(learn) - options.context, (options.batch // world,), generator=draw)
-        loss = loss_of(model, *pieces(learn, starts, options.context))
+        loss = loss_of(model, *sequences(learn, starts, options.context))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

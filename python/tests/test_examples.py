@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples as a user starts them: torchrun, two ranks, a few steps on made-up images and on the project's own pages. What they print last with
---json is what is asserted on. A training that is interrupted and resumed must end where the uninterrupted one does, bit for bit.
+"""The examples as a user starts them: torchrun, two ranks, a few steps on made-up images and on the project's own
+pages. What they print last with --json is what is asserted on. A training that is interrupted and resumed must end
+where the uninterrupted one does, bit for bit.
 """
 
 import importlib.util
@@ -14,6 +15,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from ranks import PATIENCE
 
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
@@ -26,7 +28,7 @@ CODEC = "optquant:bits=4"
 def launch(example, *words, ranks):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(EXAMPLES / example), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd="/", env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd="/", env=environment)
 
 
 def last_line(example, *words, ranks=2):
@@ -82,7 +84,7 @@ def test_gpt_is_sharded_with_gradients_and_weights_compressed():
 
 def test_an_example_without_torchrun_says_how_to_start_it():
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    done = subprocess.run([sys.executable, EXAMPLES / "ddp_gpt.py"], capture_output=True, text=True, timeout=100, env=environment)
+    done = subprocess.run([sys.executable, EXAMPLES / "ddp_gpt.py"], capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert done.returncode == 2 and "torchrun" in done.stderr.splitlines()[-1]
 
 

@@ -54,7 +54,7 @@ void once(Engine& engine, uint64_t step, const std::unique_ptr<Job>& job, const 
 
 void reduce_scatter(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,
                     std::span<const void* const> in, std::span<float> out, ErrorFeedback* feedback) {
-  Clock clock(options.device);
+  ReduceTimer clock(options.device);
   std::unique_ptr<Job> job;
   std::unique_ptr<UpStage> stage;
   std::vector<float*> sums;
@@ -76,7 +76,7 @@ void reduce_scatter(Engine& engine, std::span<const NamedTensor> tensors, const 
 
 void all_gather(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,
                 std::span<const float> mine, std::span<void* const> out, ErrorFeedback* feedback) {
-  Clock clock(options.device);
+  ReduceTimer clock(options.device);
   std::unique_ptr<Job> job;
   std::unique_ptr<DownStage> stage;
   std::vector<const float*> values;
@@ -94,7 +94,7 @@ void all_gather(Engine& engine, std::span<const NamedTensor> tensors, const Redu
 
 void broadcast(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,
                int root, std::span<void* const> tensors_data, ErrorFeedback* feedback) {
-  Clock clock(options.device);
+  ReduceTimer clock(options.device);
   std::unique_ptr<Job> job;
   std::unique_ptr<RootStage> stage;
   once(

@@ -79,17 +79,17 @@ void Learning::learn(uint64_t step, bool ahead, std::span<const std::span<const 
   }
 }
 
-void Learning::learn(Engine& engine, uint64_t step, bool ahead, Clock& clock) {
+void Learning::learn(Engine& engine, uint64_t step, bool ahead, ReduceTimer& clock) {
   const size_t bytes = evidence_bytes(step, ahead);
   if (bytes == 0) return;
   const auto world = static_cast<size_t>(engine.size()), me = static_cast<size_t>(engine.rank());
   std::vector<std::vector<std::byte>> all(world, std::vector<std::byte>(bytes));
   take_evidence(step, ahead, all[me]);
   {
-    const auto spell = clock.wait();
+    const auto timer = clock.wait();
     engine.all_gather(all[me], std::vector<Bytes>(all.begin(), all.end())).wait();
   }
-  const auto spell = clock.encode();
+  const auto timer = clock.encode();
   learn(step, ahead, std::vector<std::span<const std::byte>>(all.begin(), all.end()));
 }
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "collective/clock.h"
+#include "collective/timer.h"
 #include "collective/job.h"
 #include "gradwire/learn.h"
 
@@ -28,7 +28,7 @@ class Learning {
   void look(Runner& runner, std::span<const Shard> shards, uint64_t step, std::span<const void* const> tensors,
             const Residuals* residuals, std::span<const std::byte> message, bool ahead);
   // Collective: all ranks' evidence, then every learner learns.
-  void learn(Engine& engine, uint64_t step, bool ahead, Clock& clock);
+  void learn(Engine& engine, uint64_t step, bool ahead, ReduceTimer& clock);
   // The same in parts, for those who gather the evidence themselves; the bytes are the same on all ranks.
   size_t evidence_bytes(uint64_t step, bool ahead) const;
   void take_evidence(uint64_t step, bool ahead, std::span<std::byte> out);

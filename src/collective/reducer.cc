@@ -35,7 +35,7 @@ struct Reducer::State {
 
   Engine& engine;
   std::shared_ptr<Issuer> issuer;
-  Clock clock;
+  ReduceTimer clock;
   std::unique_ptr<Job> job;
   std::unique_ptr<UpStage> up;
   std::unique_ptr<DownStage> down;  // scatter
@@ -123,7 +123,7 @@ struct Reducer::State {
           [&] {
             job->check_pointers(request.in, "in");
             job->check_pointers({request.out.data(), request.out.size()}, "out");
-            const auto spell = clock.encode();
+            const auto timer = clock.encode();
             recode(request);
             const StepContext context{request.step, &feedback, request.loss_scale};
             up->begin(context);
@@ -131,7 +131,7 @@ struct Reducer::State {
             if (down) down->begin(context);
           },
           [&](std::exception_ptr failure) {
-            const auto spell = clock.wait();
+            const auto timer = clock.wait();
             agree_step(engine, agreed_terms(), request.step, request.loss_scale, failure);
           },
           [&] {
@@ -154,7 +154,7 @@ struct Reducer::State {
     if (up_learning->ahead()) {
       up->look_ahead(request.step, request.in, *up_learning);
       up_learning->learn(engine, request.step, true, clock);
-      const auto spell = clock.encode();
+      const auto timer = clock.encode();
       recode_up(request);
     }
     up->run(request.step, request.in, at, up_learning.get());
@@ -164,7 +164,7 @@ struct Reducer::State {
       if (down_learning->ahead()) {
         down->look_ahead(request.step, values, *down_learning);
         down_learning->learn(engine, request.step, true, clock);
-        const auto spell = clock.encode();
+        const auto timer = clock.encode();
         recode_down(request);
       }
       down->run(request.step, values, request.out, down_learning.get());
@@ -173,7 +173,7 @@ struct Reducer::State {
 
   // Means; where everybody has them all, in the outputs.
   void finish(std::span<void* const> outputs, std::span<float* const> at) {
-    const auto spell = clock.decode();
+    const auto timer = clock.decode();
     finish_sums(*job, job->device(), engine.size(), up->mine(), at);
     if (down) return;
     sums->round(job->device(), outputs);

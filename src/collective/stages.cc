@@ -44,7 +44,7 @@ void settle_outputs(const Job& job, std::span<void* const> out) {
 
 }  // namespace
 
-UpStage::UpStage(Engine& engine, const Job& job, Owners owners, Clock& clock)
+UpStage::UpStage(Engine& engine, const Job& job, Owners owners, ReduceTimer& clock)
     : engine_(engine),
       job_(job),
       clock_(clock),
@@ -81,7 +81,7 @@ std::vector<Bytes> UpStage::to_write() const {
 }
 
 void UpStage::encode(uint64_t step, std::span<const void* const> in, Learning* learning, bool ahead) {
-  const auto spell = clock_.encode();
+  const auto timer = clock_.encode();
   coding_.encode(step, in, to_write(), staging_, learning, ahead);
   staging_.wait();
 }
@@ -97,7 +97,7 @@ void UpStage::run(uint64_t step, std::span<const void* const> in, std::span<floa
 
   std::vector<ConstBytes> messages(recv.begin(), recv.end());
   {
-    const auto spell = clock_.wait();
+    const auto timer = clock_.wait();
     if (owners_ == Owners::shards) {
       std::vector<ConstBytes> send(written.begin(), written.end());
       messages[me] = std::exchange(send[me], {});  // one's own need not travel
@@ -106,7 +106,7 @@ void UpStage::run(uint64_t step, std::span<const void* const> in, std::span<floa
       engine_.all_gather(written[0], recv).wait();
     }
   }
-  const auto spell = clock_.decode();
+  const auto timer = clock_.decode();
   if (owners_ == Owners::everybody && coding_.merges()) return merge(messages, sums);
   coding_.decode(step, messages, sums, staging_);
   coding_.wait();
@@ -142,7 +142,7 @@ uint64_t UpStage::bytes_sent() const {
 
 uint64_t UpStage::message_memory() const { return held(sent_) + held(received_) + staging_.held(); }
 
-DownStage::DownStage(Engine& engine, const Job& job, Clock& clock)
+DownStage::DownStage(Engine& engine, const Job& job, ReduceTimer& clock)
     : engine_(engine),
       job_(job),
       clock_(clock),
@@ -163,7 +163,7 @@ void DownStage::recode() {
 }
 
 void DownStage::encode(uint64_t step, std::span<const float* const> values, Learning* learning, bool ahead) {
-  const auto spell = clock_.encode();
+  const auto timer = clock_.encode();
   coding_.encode(step, std::vector<const void*>(values.begin(), values.end()),
                  received_[static_cast<size_t>(engine_.rank())].bytes(), staging_, learning, ahead);
   staging_.wait();
@@ -179,10 +179,10 @@ void DownStage::run(uint64_t step, std::span<const float* const> values, std::sp
   encode(step, values, learning, false);
   const std::vector<Bytes> recv = views(received_);
   {
-    const auto spell = clock_.wait();
+    const auto timer = clock_.wait();
     engine_.all_gather(recv[me], recv).wait();
   }
-  const auto spell = clock_.decode();
+  const auto timer = clock_.decode();
   coding_.decode(step, std::vector<ConstBytes>(recv.begin(), recv.end()), out, staging_);
   settle_outputs(job_, out);
   staging_.wait();
@@ -195,7 +195,7 @@ uint64_t DownStage::bytes_sent() const {
 
 uint64_t DownStage::message_memory() const { return held(received_) + staging_.held(); }
 
-RootStage::RootStage(Engine& engine, const Job& job, int root, Clock& clock)
+RootStage::RootStage(Engine& engine, const Job& job, int root, ReduceTimer& clock)
     : engine_(engine),
       job_(job),
       clock_(clock),
@@ -217,15 +217,15 @@ void RootStage::run(uint64_t step, std::span<void* const> data) {
   const std::vector<void*> at = locate(job_, shards_, data);
   const Stamp stamp = stamp_of(job_, seat_of(engine_), step, kDown, static_cast<size_t>(root_));
   if (engine_.rank() == root_) {
-    const auto spell = clock_.encode();
+    const auto timer = clock_.encode();
     coder_.encode(std::vector<const void*>(at.begin(), at.end()), stamp, message_.bytes(), staging_);
     staging_.wait();
   }
   {
-    const auto spell = clock_.wait();
+    const auto timer = clock_.wait();
     engine_.broadcast(message_.bytes(), root_).wait();
   }
-  const auto spell = clock_.decode();
+  const auto timer = clock_.decode();
   coder_.decode(message_.bytes(), at, Write::set, stamp, staging_);
   settle_outputs(job_, data);
   coder_.wait();

@@ -15,7 +15,7 @@
 #include <span>
 #include <vector>
 
-#include "collective/clock.h"
+#include "collective/timer.h"
 #include "collective/coding.h"
 
 namespace gradwire {
@@ -23,7 +23,7 @@ namespace gradwire {
 class UpStage {
  public:
   enum class Owners { shards, everybody };
-  UpStage(Engine& engine, const Job& job, Owners owners, Clock& clock);
+  UpStage(Engine& engine, const Job& job, Owners owners, ReduceTimer& clock);
   void recode();  // after the job's codecs have changed
   void begin(const StepContext& context) { coding_.begin(context); }
   // Encodes for those who must see a step before it is encoded for good.
@@ -43,7 +43,7 @@ class UpStage {
 
   Engine& engine_;
   const Job& job_;
-  Clock& clock_;
+  ReduceTimer& clock_;
   Owners owners_;
   UpCoding coding_;
   std::vector<Block> sent_, received_;  // `everybody`: the one message is written where this rank would receive it
@@ -53,7 +53,7 @@ class UpStage {
 
 class DownStage {
  public:
-  DownStage(Engine& engine, const Job& job, Clock& clock);
+  DownStage(Engine& engine, const Job& job, ReduceTimer& clock);
   void recode();
   void begin(const StepContext& context) { coding_.begin(context); }
   void look_ahead(uint64_t step, std::span<const float* const> values, Learning& learning);
@@ -70,7 +70,7 @@ class DownStage {
 
   Engine& engine_;
   const Job& job_;
-  Clock& clock_;
+  ReduceTimer& clock_;
   DownCoding coding_;
   std::vector<Block> received_;  // this rank's own message is written where it would be received
   Staging staging_;
@@ -78,14 +78,14 @@ class DownStage {
 
 class RootStage {
  public:
-  RootStage(Engine& engine, const Job& job, int root, Clock& clock);
+  RootStage(Engine& engine, const Job& job, int root, ReduceTimer& clock);
   void begin(const StepContext& context);
   void run(uint64_t step, std::span<void* const> data);
 
  private:
   Engine& engine_;
   const Job& job_;
-  Clock& clock_;
+  ReduceTimer& clock_;
   int root_;
   std::vector<Shard> shards_;
   Coder coder_;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writing goes to a temporary file in the same folder, which is flushed to the disk and then renamed over the old one;
-// the folder is flushed too, so that the name survives a power cut. Reading believes nothing that the file's own size
-// does not bear out.
+// A file is written as a whole (core/file.h). A reader trusts no number before it has been checked against the size that
+// the file really has.
 #include "feedback/residual_file.h"
 
 #include <fcntl.h>
@@ -11,13 +10,12 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <tuple>
 
+#include "core/file.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -57,61 +55,6 @@ uint64_t head_check(const FileHead& head, std::span<const std::byte> table) {
   return XXH64(parts, sizeof parts, 0);
 }
 
-[[noreturn]] void fail(const std::string& path, const char* what, const char* field) {
-  throw Error(ErrorKind::io, fmt::format("{}: cannot {}: {}", path, what, std::strerror(errno)), field);
-}
-
-// A file under a name of its own that vanishes unless it is renamed to the name it was made for.
-class Replacement {
- public:
-  explicit Replacement(const std::string& path) : path_(path) {
-    static std::atomic<unsigned> serial{0};
-    do {
-      temporary_ = fmt::format("{}.{}.{}.tmp", path, ::getpid(), serial++);
-      file_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    } while (file_ < 0 && errno == EEXIST);
-    if (file_ < 0) fail(path_, "create a temporary file beside it", "path");
-  }
-  ~Replacement() {
-    if (file_ >= 0) ::close(file_);
-    if (!temporary_.empty()) ::unlink(temporary_.c_str());
-  }
-  Replacement(const Replacement&) = delete;
-  Replacement& operator=(const Replacement&) = delete;
-
-  void write(const void* data, size_t bytes) {
-    for (const char* at = static_cast<const char*>(data); bytes > 0;) {
-      const ssize_t n = ::write(file_, at, bytes);
-      if (n < 0 && errno == EINTR) continue;
-      if (n < 0) fail(path_, "write", "write");
-      at += n;
-      bytes -= static_cast<size_t>(n);
-    }
-  }
-
-  void finish() {
-    if (::fsync(file_) != 0) fail(path_, "flush", "fsync");
-    const int file = file_;
-    file_ = -1;
-    if (::close(file) != 0) fail(path_, "close", "close");
-    if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail(path_, "replace it", "rename");
-    temporary_.clear();
-    const size_t slash = path_.rfind('/');
-    const std::string folder = slash == std::string::npos ? "." : path_.substr(0, std::max<size_t>(slash, 1));
-    const int directory = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    const bool flushed = directory >= 0 && ::fsync(directory) == 0;
-    const int error = errno;
-    if (directory >= 0) ::close(directory);
-    errno = error;
-    // Some file systems know no fsync of a folder and say EINVAL; there is nothing more to be done there.
-    if (!flushed && error != EINVAL) fail(path_, "flush its folder", "fsync");
-  }
-
- private:
-  std::string path_, temporary_;
-  int file_ = -1;
-};
-
 }  // namespace
 
 void write_residual_file(const std::string& path, DType dtype, std::span<const ResidualEntry> entries,
@@ -136,9 +79,9 @@ void write_residual_file(const std::string& path, DType dtype, std::span<const R
   head.file_bytes = sizeof head + table.size() + bodies;
   head.head_check = head_check(head, table);
 
-  Replacement file(path);
-  file.write(&head, sizeof head);
-  file.write(table.data(), table.size());
+  FileReplacement file(path);
+  file.write(std::as_bytes(std::span(&head, 1)));
+  file.write(table);
   std::vector<std::byte> chunk(kResidualChunk);
   for (size_t i = 0; i < entries.size(); ++i) {
     XXH64_state_t state;
@@ -150,20 +93,20 @@ void write_residual_file(const std::string& path, DType dtype, std::span<const R
       std::fill(chunk.begin() + static_cast<ptrdiff_t>(n), chunk.begin() + static_cast<ptrdiff_t>(padded(n)),
                 std::byte{0});
       XXH64_update(&state, chunk.data(), padded(n));
-      file.write(chunk.data(), padded(n));
+      file.write(std::span(chunk).first(padded(n)));
     }
     const uint64_t check = XXH64_digest(&state);
-    file.write(&check, sizeof check);
+    file.write(std::as_bytes(std::span(&check, 1)));
   }
   file.finish();
 }
 
 ResidualReader::ResidualReader(const std::string& path) : path_(path) {
   file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file_ < 0) fail(path_, "open", "path");
+  if (file_ < 0) throw_errno(path_, "open", "path");
   try {
     struct stat info;
-    if (::fstat(file_, &info) != 0) fail(path_, "read its size", "path");
+    if (::fstat(file_, &info) != 0) throw_errno(path_, "read its size", "path");
     if (!S_ISREG(info.st_mode)) refuse("path", "not a regular file");
     const auto size = static_cast<uint64_t>(info.st_size);
 
@@ -206,7 +149,7 @@ void ResidualReader::read(std::span<std::byte> bytes, const char* field) {
   while (!bytes.empty()) {
     const ssize_t n = ::read(file_, bytes.data(), bytes.size());
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0) fail(path_, "read", field);
+    if (n < 0) throw_errno(path_, "read", field);
     if (n == 0) refuse(field, "the file ends here");  // it was cut after its size was taken
     bytes = bytes.subspan(static_cast<size_t>(n));
   }

@@ -236,7 +236,7 @@ class CudaRunner final : public Runner {
     }
     set_stamp(head_, stamp);
     CudaHead head = device_head(stamp);
-    std::memcpy(&head.head_check, head_.data() + 48, sizeof head.head_check);
+    std::memcpy(&head.head_check, head_.data() + wire::header::head_check, sizeof head.head_check);
     cuda_finish_encode(head, message.data(), check_, stream_);
   }
 
@@ -390,7 +390,7 @@ class CudaRunner final : public Runner {
   }
 
   CudaHead device_head(const Stamp& stamp) const {
-    size_t specs = kHeaderBytes;
+    size_t specs = wire::header::size;
     for (const Codec& codec : layout_.specs) specs += spec_bytes(codec);
     return {device_head_,
             static_cast<uint32_t>(layout_.head_bytes),

@@ -37,7 +37,7 @@ inline Dialer fated(Rig& rig, uint64_t seed, Fate fate, Mischief mischief = {}) 
   return [dial = rig.dialer(mischief, seed), fate] { return std::make_unique<FatedLink>(dial(), fate); };
 }
 
-inline HubOptions faulty(uint32_t min_workers) { return small_hub(min_workers, 60); }
+inline HubOptions faulty(uint32_t min_workers) { return small_hub(min_workers, kPatience); }
 
 inline void join(Toys& toys) {  // in this order: slots
   for (auto& toy : toys) toy->join();
@@ -50,15 +50,6 @@ inline void work(Toys& toys, uint64_t until) {
       while (toy->step < until) toy->work();
     });
   for (std::thread& thread : threads) thread.join();
-}
-
-[[nodiscard]] inline bool eventually(const std::function<bool()>& come, double seconds = 20) {
-  const auto begin = Clock::now();
-  while (!come()) {
-    if (std::chrono::duration<double>(Clock::now() - begin).count() > seconds) return false;
-    std::this_thread::sleep_for(2ms);
-  }
-  return true;
 }
 
 inline void expect_ledger(Hub& hub) {

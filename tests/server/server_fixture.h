@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <deque>
 #include <filesystem>
+#include <functional>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -21,6 +22,18 @@
 namespace gradwire::server {
 
 using namespace std::chrono_literals;
+
+// Tests wait for events. This many seconds without the event are a failure; no test measures how many it took.
+inline constexpr double kPatience = 120;
+
+[[nodiscard]] inline bool eventually(const std::function<bool()>& event, double seconds = kPatience) {
+  const auto begin = Clock::now();
+  while (!event()) {
+    if (seconds_since(begin) > seconds) return false;
+    std::this_thread::sleep_for(2ms);
+  }
+  return true;
+}
 
 // What a wire does to a frame from a worker; zero: nothing.
 struct Mischief {
@@ -206,7 +219,7 @@ class Toy {
                 .dial = std::move(dial),
                 .name = "toy" + std::to_string(seed),
                 .id = {},
-                .patience_s = 30}) {
+                .patience_s = kPatience}) {
     for (const auto& one : weights.values) computed.emplace_back(one.size());
   }
   uint64_t join() { return step = client.join(weights.pointers); }

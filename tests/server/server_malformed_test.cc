@@ -41,7 +41,7 @@ class Stranger {
   // The next answer of a kind.
   bool hears(Kind kind, Frame& frame, Blob& payload) {
     try {
-      while (session_->receive(frame, payload, 5000ms))
+      while (session_->receive(frame, payload, 120s))
         if (frame.kind == kind) return true;
     } catch (const std::exception& error) {
       refusal_ = error.what();

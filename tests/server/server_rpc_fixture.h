@@ -26,7 +26,7 @@ inline HubOptions small_hub(uint32_t min_workers = 1) {
   HubOptions options;
   options.min_workers = min_workers;
   options.threads = 2;
-  options.deadline_s = 5;
+  options.deadline_s = kPatience;
   return options;
 }
 
@@ -53,17 +53,6 @@ inline Signature large_signature() {
   return signature;
 }
 
-// Waits for what other threads bring about; false if it does not come.
-template <class Condition>
-bool eventually(const Condition& condition, std::chrono::seconds patience = 20s) {
-  const auto until = std::chrono::steady_clock::now() + patience;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > until) return false;
-    std::this_thread::sleep_for(10ms);
-  }
-  return true;
-}
-
 inline double resident_mb() {
   std::ifstream file("/proc/self/statm");
   uint64_t all = 0, resident = 0;
@@ -74,7 +63,7 @@ inline double resident_mb() {
 // A gRPC client without manners. Every wait ends when its deadline has passed.
 class Raw {
  public:
-  explicit Raw(const std::string& address, const char* method = kWorkMethod, std::chrono::seconds deadline = 20s) {
+  explicit Raw(const std::string& address, const char* method = kWorkMethod, std::chrono::seconds deadline = 120s) {
     grpc::ChannelArguments arguments;
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
     arguments.SetMaxSendMessageSize(-1);

@@ -48,7 +48,7 @@ class Actor {
         most_kept = std::max(most_kept, toy->client.memory().messages);
       }
       if (leave) {
-        if (!toy->client.leave(20)) failure = "could not leave";
+        if (!toy->client.leave(kPatience)) failure = "could not leave";
         gone = true;
       }
     } catch (const Killed&) {
@@ -135,7 +135,7 @@ void storm(uint64_t seed, int events, bool async) {
   }
   // At rest: all who are left come to the same step.
   std::erase_if(actors, [](const auto& actor) {
-    return (actor->leave || actor->doom >= 0) && eventually([&] { return actor->resting.load(); }, 30);
+    return (actor->leave || actor->doom >= 0) && eventually([&] { return actor->resting.load(); });
   });
   const uint64_t target = rig.hub()->status()["step"].get<uint64_t>() + 10;
   for (const auto& actor : actors) {
@@ -145,7 +145,7 @@ void storm(uint64_t seed, int events, bool async) {
   Toys toys;
   uint64_t kept = 0;
   for (const auto& actor : actors) {
-    ASSERT_TRUE(eventually([&] { return actor->resting.load(); }, 30));
+    ASSERT_TRUE(eventually([&] { return actor->resting.load(); }));
     EXPECT_EQ(actor->failure, "");
     kept = std::max(kept, actor->most_kept);
     if (actor->toy && !actor->gone) toys.push_back(std::move(actor->toy));
@@ -164,7 +164,7 @@ void storm(uint64_t seed, int events, bool async) {
   EXPECT_LT(kept, (async ? 6 : 1) * 20 * one);
   // And when they have left, nothing is held by anybody.
   std::vector<std::thread> threads;
-  for (auto& toy : toys) threads.emplace_back([&toy] { EXPECT_TRUE(toy->client.leave(20)); });
+  for (auto& toy : toys) threads.emplace_back([&toy] { EXPECT_TRUE(toy->client.leave(kPatience)); });
   for (std::thread& thread : threads) thread.join();
   EXPECT_TRUE(eventually([&] { return std::fabs(rig.hub()->status()["ledger"]["held"].get<double>()) == 0; }));
   expect_ledger(*rig.hub());

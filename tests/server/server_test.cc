@@ -7,7 +7,7 @@
 namespace gradwire::server {
 namespace {
 
-HubOptions quick(uint32_t min_workers = 1) { return small_hub(min_workers, 5); }
+HubOptions quick(uint32_t min_workers = 1) { return small_hub(min_workers, kPatience); }
 
 void run_all(Toys& toys, uint64_t steps) {
   std::vector<std::thread> threads;
@@ -92,7 +92,7 @@ TEST(Server, AWorkerThatLeavesHandsItsResidualOver) {
   Toy toy(rig, signature, 1);
   toy.join();
   for (int i = 0; i < 7; ++i) toy.work();
-  ASSERT_TRUE(toy.client.leave(10));
+  ASSERT_TRUE(toy.client.leave(kPatience));
   const nlohmann::json status = rig.hub()->status();
   EXPECT_EQ(status["ledger"]["held"], 0.0);
   expect_ledger(*rig.hub());
@@ -157,7 +157,9 @@ TEST(Server, AStepWaitsForTheWorkersThatItNeeds) {
   auto toys = crew(rig, small_signature(), 2);
   toys[0]->join();
   std::thread first([&] { toys[0]->work(); });
-  std::this_thread::sleep_for(100ms);
+  const uint64_t all =
+      static_cast<uint64_t>(toys[0]->client.bits() * static_cast<double>(toys[0]->weights.count()) / 8);
+  ASSERT_TRUE(eventually([&] { return rig.hub()->status()["bytes"]["up"] >= all; }));
   EXPECT_EQ(rig.hub()->status()["step"], 0);
   EXPECT_EQ(rig.hub()->status()["state"], "waiting for workers");
   toys[1]->join();
@@ -207,7 +209,7 @@ TEST(Server, WithoutStepsWorkersRunAtTheirOwnPaceWithinTheBound) {
         toys[i]->work();
         if (i == 0) std::this_thread::sleep_for(1ms);  // a slow one
       }
-      EXPECT_TRUE(toys[i]->client.leave(10));
+      EXPECT_TRUE(toys[i]->client.leave(kPatience));
     });
   for (std::thread& thread : threads) thread.join();
   const nlohmann::json status = rig.hub()->status();
@@ -296,7 +298,7 @@ TEST(Server, ARestartedServerGoesOnFromItsCheckpointAndWorkersSendAgainWhatItFor
   };
   work(expected, 12);
   work(toys, 7);
-  while (rig.hub()->status()["durable_step"] < 4) std::this_thread::sleep_for(5ms);
+  ASSERT_TRUE(eventually([&] { return rig.hub()->status()["durable_step"] >= 4; }));
   rig.kill();
   rig.start();
   EXPECT_EQ(rig.hub()->status()["step"], 4);

@@ -50,7 +50,7 @@ def write(path, tensors, metadata=None, lie=None):
 
 
 def tool(what, path):
-    return subprocess.run([TOOL, what, path], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([TOOL, what, path], capture_output=True, text=True, timeout=600, check=False)
 
 
 def show(path):

@@ -12,7 +12,9 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <future>
 #include <regex>
 #include <thread>
 #include <vector>
@@ -26,6 +28,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using nlohmann::json;
+
+// The seconds after which a test gives up waiting. No test passes or fails by how much of it a machine needs.
+constexpr int kPatience = 120;
+// For tests in which the server must not be able to get rid of a slow client by waiting for its limits.
+constexpr HttpTimeouts kNoTimeouts{std::chrono::hours(1), std::chrono::hours(1), std::chrono::hours(1)};
 
 double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
@@ -54,12 +61,12 @@ json with_worker(const json& one) {
   return status;
 }
 
-// A TCP client that does what it is told. Reads give up after ten seconds.
+// A TCP client that does what it is told. Reads give up after kPatience.
 class Client {
  public:
   explicit Client(int port, int receive_buffer = 0) : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
     if (receive_buffer) ::setsockopt(socket_, SOL_SOCKET, SO_RCVBUF, &receive_buffer, sizeof receive_buffer);
-    const timeval patience{10, 0};
+    const timeval patience{kPatience, 0};
     ::setsockopt(socket_, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
     sockaddr_in address{};
     address.sin_family = AF_INET;
@@ -84,10 +91,13 @@ class Client {
   std::string read_all() {
     std::string text;
     char buffer[4096];
-    for (ssize_t count; (count = ::recv(socket_, buffer, sizeof buffer, 0)) > 0;)
-      text.append(buffer, static_cast<size_t>(count));
+    ssize_t count;
+    while ((count = ::recv(socket_, buffer, sizeof buffer, 0)) > 0) text.append(buffer, static_cast<size_t>(count));
+    ended_ = count == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
     return text;
   }
+  // Whether the other side closed the connection, so that read_all() did not end by giving up.
+  bool ended() const { return ended_; }
   // One answer with a Content-Length, from a connection that stays open.
   std::string read_one() {
     std::string text;
@@ -102,7 +112,7 @@ class Client {
 
  private:
   int socket_;
-  bool connected_ = false;
+  bool connected_ = false, ended_ = false;
 };
 
 std::string request(int port, const std::string& path, const std::string& method = "GET",
@@ -188,7 +198,7 @@ TEST(Watch, AStatusThatFailsIsSaidAndRecovers) {
   fails = false;
   const auto start = Clock::now();
   int last = 0;
-  while (last != 200 && since(start) < 5) last = code(request(watch.port(), "/status.json"));
+  while (last != 200 && since(start) < kPatience) last = code(request(watch.port(), "/status.json"));
   EXPECT_EQ(last, 200);
 }
 
@@ -270,46 +280,47 @@ TEST(Watch, AnOldStatusIsMadeAgain) {
   const Watch watch("127.0.0.1", 0, [&] { return json{{"step", ++calls}}; });
   const auto start = Clock::now();
   int step = 0;
-  while (step < 3 && since(start) < 10) step = json::parse(body(request(watch.port(), "/status.json")))["step"];
+  while (step < 3 && since(start) < kPatience) step = json::parse(body(request(watch.port(), "/status.json")))["step"];
   EXPECT_EQ(step, 3);
   EXPECT_GE(since(start), 0.49) << "two times 250 ms";
 }
 
 TEST(Watch, SlowAndSilentClientsDoNotKeepOthersWaiting) {
-  const Watch watch("127.0.0.1", 0, [] {
-    json status = example();
-    status["name"] = std::string(8 << 20, 'x');  // more than the buffers of a connection hold
-    return status;
-  });
+  const Watch watch(
+      "127.0.0.1", 0,
+      [] {
+        json status = example();
+        status["name"] = std::string(8 << 20, 'x');  // more than the buffers of a connection hold
+        return status;
+      },
+      kNoTimeouts);
   std::vector<std::unique_ptr<Client>> slow;
   for (int i = 0; i < 60; ++i) {
     slow.push_back(std::make_unique<Client>(watch.port(), i % 3 == 0 ? 4096 : 0));
     if (i % 3 == 0) slow.back()->send("GET /status.json HTTP/1.1\r\n\r\n");  // and never reads
     if (i % 3 == 1) slow.back()->send("GET /healthz HTT");                   // and never ends
   }
-  for (int i = 0; i < 20; ++i) {
-    const auto start = Clock::now();
-    EXPECT_EQ(code(request(watch.port(), "/healthz")), 200);
-    EXPECT_LT(since(start), 2);
-  }
+  // None of the slow ones ever goes away: a server that waited for one of them would never answer.
+  for (int i = 0; i < 20; ++i) ASSERT_EQ(code(request(watch.port(), "/healthz")), 200) << i;
 }
 
 TEST(Watch, ARequestThatTricklesInIsCutOff) {
-  const Watch watch("127.0.0.1", 0, example);
+  HttpTimeouts timeouts = kNoTimeouts;
+  timeouts.arrival = std::chrono::milliseconds(500);
+  const Watch watch("127.0.0.1", 0, example, timeouts);
   Client client(watch.port());
   const auto start = Clock::now();
   bool open = client.send("GET / HTTP/1.1\r\nX: ");
-  while (open && since(start) < 20) {
+  while (open && since(start) < kPatience) {
     open = client.send("a");
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // the promise is about time
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // bytes keep coming, and do not buy it more time
   }
   EXPECT_FALSE(open);
-  EXPECT_GE(since(start), 4.9);
-  EXPECT_LT(since(start), 15);
+  EXPECT_GE(since(start), 0.49);
 }
 
 TEST(Watch, TheConnectionBeyondTheLimitIsRefusedUnlessOneIsIdle) {
-  const Watch watch("127.0.0.1", 0, example);
+  const Watch watch("127.0.0.1", 0, example, kNoTimeouts);
   std::vector<std::unique_ptr<Client>> busy;
   for (size_t i = 0; i < HttpServer::kMaxConnections; ++i) {
     busy.push_back(std::make_unique<Client>(watch.port()));
@@ -356,17 +367,25 @@ TEST(Watch, RequestsThatAreTooLongOrNoHttpAreRefused) {
 }
 
 TEST(Watch, StoppingDoesNotWaitForClients) {
-  auto watch = std::make_unique<Watch>("127.0.0.1", 0, example);
+  auto watch = std::make_unique<Watch>("127.0.0.1", 0, example, kNoTimeouts);
   std::vector<std::unique_ptr<Client>> clients;
   for (int i = 0; i < 10; ++i) {
     clients.push_back(std::make_unique<Client>(watch->port()));
     clients.back()->send(i % 2 ? "GET /status.json HTTP/1.1\r\n\r\n" : "GET /stat");
   }
-  const auto start = Clock::now();
-  watch.reset();
-  EXPECT_LT(since(start), 1);
-  for (auto& client : clients) client->read_all();
-  EXPECT_LT(since(start), 2) << "and the clients are told";
+  std::promise<void> stopped;
+  std::thread stopper([&] {
+    watch.reset();
+    stopped.set_value();
+  });
+  const bool done = stopped.get_future().wait_for(std::chrono::seconds(kPatience)) == std::future_status::ready;
+  EXPECT_TRUE(done) << "it waits for clients that stay";
+  if (!done) clients.clear();
+  stopper.join();
+  for (auto& client : clients) {
+    client->read_all();
+    EXPECT_TRUE(client->ended()) << "the clients are not told";
+  }
 }
 
 // Metrics -------------------------------------------------------------------------------------------------------------

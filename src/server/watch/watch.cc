@@ -31,10 +31,10 @@ HttpReply fixed(std::string_view text, const char* type, int status = 200) {
 
 }  // namespace
 
-Watch::Watch(const std::string& host, int port, std::function<nlohmann::json()> status)
+Watch::Watch(const std::string& host, int port, std::function<nlohmann::json()> status, HttpTimeouts timeouts)
     : status_(std::move(status)),
-      http_(
-          std::make_unique<HttpServer>(host, port, kHeaders, [this](std::string_view path) { return answer(path); })) {}
+      http_(std::make_unique<HttpServer>(
+          host, port, kHeaders, [this](std::string_view path) { return answer(path); }, timeouts)) {}
 
 void Watch::refresh() {
   const auto now = std::chrono::steady_clock::now();

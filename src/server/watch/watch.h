@@ -29,7 +29,7 @@ class Watch {
   // Error{io, "watch"} with address and reason if nobody can listen there; port 0 is any. `status` is called by a
   // thread of this class, one call at a time; it must not wait for whoever destroys the Watch. If it throws,
   // /status.json and /metrics answer 503 until it does not.
-  Watch(const std::string& host, int port, std::function<nlohmann::json()> status);
+  Watch(const std::string& host, int port, std::function<nlohmann::json()> status, HttpTimeouts timeouts = {});
   int port() const { return http_->port(); }
 
  private:

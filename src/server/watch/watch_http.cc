@@ -123,7 +123,7 @@ bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == 
 }  // namespace
 
 struct HttpServer::Connection {
-  explicit Connection(int s) : socket(s) {}
+  Connection(int s, Clock::time_point until) : socket(s), deadline(until) {}
   ~Connection() { ::close(socket); }
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
@@ -136,7 +136,7 @@ struct HttpServer::Connection {
 
   int socket;
   Phase phase = Phase::receiving;
-  Clock::time_point deadline = Clock::now() + kIdle;
+  Clock::time_point deadline;
   std::string in;    // of the request that is arriving, and of those behind it
   std::string head;  // of the answer
   std::shared_ptr<const std::string> body;
@@ -146,8 +146,8 @@ struct HttpServer::Connection {
   bool last = false;  // close after this answer
 };
 
-HttpServer::HttpServer(const std::string& host, int port, std::string headers, Answer answer)
-    : headers_(std::move(headers)), answer_(std::move(answer)) {
+HttpServer::HttpServer(const std::string& host, int port, std::string headers, Answer answer, HttpTimeouts timeouts)
+    : headers_(std::move(headers)), answer_(std::move(answer)), timeouts_(timeouts) {
   listen_on(host, port);
   wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (wake_ < 0) {
@@ -260,7 +260,7 @@ void HttpServer::accept_all() {
       return;
     }
     if (make_room()) {
-      connections_.emplace_back(s);
+      connections_.emplace_back(s, Clock::now() + timeouts_.idle);
     } else {
       static constexpr std::string_view kFull =
           "HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n";
@@ -299,7 +299,7 @@ bool HttpServer::receive(Connection& connection) {
     connection.drained += static_cast<size_t>(count);
     return connection.drained < kMaxDrain && Clock::now() < connection.deadline;
   }
-  if (connection.in.empty()) connection.deadline = Clock::now() + kArrival;
+  if (connection.in.empty()) connection.deadline = Clock::now() + timeouts_.arrival;
   connection.in.append(buffer, static_cast<size_t>(count));
   if (take_request(connection)) return send_out(connection);
   return Clock::now() < connection.deadline;
@@ -351,7 +351,7 @@ void HttpServer::reply(Connection& connection, const HttpReply& what, bool head_
   connection.body = head_only ? nullptr : what.body;
   connection.sent = 0;
   connection.phase = Phase::sending;
-  connection.deadline = Clock::now() + kDelivery;
+  connection.deadline = Clock::now() + timeouts_.delivery;
 }
 
 bool HttpServer::send_out(Connection& connection) {
@@ -374,7 +374,7 @@ bool HttpServer::send_out(Connection& connection) {
       return true;
     }
     connection.phase = Phase::receiving;
-    connection.deadline = Clock::now() + (connection.in.empty() ? std::chrono::seconds(kIdle) : kArrival);
+    connection.deadline = Clock::now() + (connection.in.empty() ? timeouts_.idle : timeouts_.arrival);
     if (connection.in.empty() || !take_request(connection)) return true;
   }
 }

@@ -23,6 +23,14 @@ struct HttpReply {
   std::shared_ptr<const std::string> body;  // shared: many pollers of one text cost its memory once
 };
 
+// How long a connection may take for what it does. Tests choose other limits, so that none of them depends on how fast
+// the machine is.
+struct HttpTimeouts {
+  std::chrono::milliseconds idle{30'000};      // between two requests
+  std::chrono::milliseconds arrival{5'000};    // of one request, from its first byte
+  std::chrono::milliseconds delivery{10'000};  // of one answer, to its last byte
+};
+
 class HttpServer {
  public:
   using Answer = std::function<HttpReply(std::string_view path)>;
@@ -30,14 +38,11 @@ class HttpServer {
   static constexpr size_t kMaxConnections = 64;
   static constexpr size_t kMaxHead = 8192;  // request line and headers
   static constexpr size_t kMaxTarget = 1024;
-  static constexpr int kMaxRequests = 1000;             // of one connection
-  static constexpr std::chrono::seconds kIdle{30};      // between requests
-  static constexpr std::chrono::seconds kArrival{5};    // of one request, from its first byte
-  static constexpr std::chrono::seconds kDelivery{10};  // of one answer, to its last byte
+  static constexpr int kMaxRequests = 1000;  // of one connection
 
   // `headers` ("Name: value\r\n"...) go with every answer. Error{io, "watch"} if nobody can listen there; port 0 is
   // any. `answer` is called by the server's own thread, one call at a time; what it throws becomes status 500.
-  HttpServer(const std::string& host, int port, std::string headers, Answer answer);
+  HttpServer(const std::string& host, int port, std::string headers, Answer answer, HttpTimeouts timeouts = {});
   ~HttpServer();
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;
@@ -61,6 +66,7 @@ class HttpServer {
 
   std::string headers_;
   Answer answer_;
+  HttpTimeouts timeouts_;
   int port_ = 0;
   int listener_ = -1;
   int wake_ = -1;  // an eventfd: written once, to stop

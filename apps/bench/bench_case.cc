@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One thing to time, and its verification against the scalar reference loop: see subject.h.
-#include "bench/subject.h"
+// A benchmark case and its verification against the scalar reference loop: see bench_case.h.
+#include "bench/bench_case.h"
 
 #include <fmt/format.h>
 
@@ -14,7 +14,7 @@
 namespace gradwire::app {
 namespace {
 
-std::vector<TensorSpec> specs(const std::vector<NamedTensor>& tensors, const SubjectOptions& options) {
+std::vector<TensorSpec> specs(const std::vector<NamedTensor>& tensors, const BenchCaseOptions& options) {
   std::vector<TensorSpec> list;
   for (const NamedTensor& tensor : tensors) list.push_back({tensor.name, tensor.count, options.dtype, options.codec});
   return list;
@@ -24,9 +24,12 @@ void* advance(void* base, uint64_t bytes) { return static_cast<std::byte*>(base)
 
 }  // namespace
 
-Subject::Subject(Bed& bed, const std::vector<NamedTensor>& tensors, const SubjectOptions& options,
-                 std::span<const float> values, size_t sets)
-    : bed_(bed), options_(options), plan_(specs(tensors, options)), runner_(make_runner(plan_, bed.device())) {
+BenchCase::BenchCase(BenchBackend& backend, const std::vector<NamedTensor>& tensors, const BenchCaseOptions& options,
+                     std::span<const float> values, size_t sets)
+    : backend_(backend),
+      options_(options),
+      plan_(specs(tensors, options)),
+      runner_(make_runner(plan_, backend.device())) {
   constexpr uint64_t kPad = 64;  // as allocators align tensors
   for (const NamedTensor& tensor : tensors) {
     offsets_.push_back(padded_);
@@ -51,13 +54,13 @@ Subject::Subject(Bed& bed, const std::vector<NamedTensor>& tensors, const Subjec
   const size_t residual_width = bytes_of(options.residual);
   for (size_t s = 0; s < sets; ++s) {
     Set set{};
-    set.input = bed.allocate(padded_ * width);
-    set.output = bed.allocate(padded_ * width);
-    set.copied = bed.allocate(padded_ * width);
-    set.before = bed.allocate(padded_ * residual_width);
-    set.after = bed.allocate(padded_ * residual_width);
-    set.frame = bed.allocate(frame_bytes());
-    bed.upload(set.input, host.data(), host.size());
+    set.input = backend.allocate(padded_ * width);
+    set.output = backend.allocate(padded_ * width);
+    set.copied = backend.allocate(padded_ * width);
+    set.before = backend.allocate(padded_ * residual_width);
+    set.after = backend.allocate(padded_ * residual_width);
+    set.frame = backend.allocate(frame_bytes());
+    backend.upload(set.input, host.data(), host.size());
     for (uint64_t offset : offsets_) {
       set.inputs.push_back(advance(set.input, offset * width));
       set.outputs.push_back(advance(set.output, offset * width));
@@ -79,31 +82,31 @@ Subject::Subject(Bed& bed, const std::vector<NamedTensor>& tensors, const Subjec
   runner_->wait();
 }
 
-void Subject::encode(uint64_t turn) {
+void BenchCase::encode(uint64_t turn) {
   Set& set = set_of(turn);
   runner_->encode(set.inputs, Stamp{.seed = 1, .step = turn}, {static_cast<std::byte*>(set.frame), frame_bytes()});
 }
 
-void Subject::feedback(uint64_t turn) {
+void BenchCase::feedback(uint64_t turn) {
   Set& set = set_of(turn);
   Residuals residuals{.before = set.befores, .after = set.afters, .dtype = options_.residual};
   runner_->encode(set.inputs, Stamp{.seed = 1, .step = turn}, {static_cast<std::byte*>(set.frame), frame_bytes()},
                   &residuals);
 }
 
-void Subject::decode(uint64_t turn) {
+void BenchCase::decode(uint64_t turn) {
   Set& set = set_of(turn);
   runner_->decode({static_cast<const std::byte*>(set.frame), frame_bytes()}, set.outputs);
 }
 
-void Subject::copy(uint64_t turn) {
+void BenchCase::copy(uint64_t turn) {
   Set& set = set_of(turn);
-  bed_.copy(set.copied, set.input, tensor_bytes());
+  backend_.copy(set.copied, set.input, tensor_bytes());
 }
 
-std::vector<float> Subject::download(const void* from) {
+std::vector<float> BenchCase::download(const void* from) {
   std::vector<std::byte> host(padded_ * bytes_of(options_.dtype));
-  bed_.download(host.data(), from, host.size());
+  backend_.download(host.data(), from, host.size());
   std::vector<float> values;
   values.reserve(elements_);
   for (size_t t = 0; t < offsets_.size(); ++t) {
@@ -122,47 +125,47 @@ std::vector<float> Subject::download(const void* from) {
   return values;
 }
 
-std::vector<float> Subject::decoded() { return download(sets_[0].output); }
-std::vector<float> Subject::input() { return download(sets_[0].input); }
+std::vector<float> BenchCase::decoded() { return download(sets_[0].output); }
+std::vector<float> BenchCase::input() { return download(sets_[0].input); }
 
-std::vector<std::byte> Subject::frame() {
+std::vector<std::byte> BenchCase::frame() {
   std::vector<std::byte> bytes(frame_bytes());
-  bed_.download(bytes.data(), sets_[0].frame, bytes.size());
+  backend_.download(bytes.data(), sets_[0].frame, bytes.size());
   return bytes;
 }
 
-std::vector<std::byte> Subject::residual() {
+std::vector<std::byte> BenchCase::residual() {
   std::vector<std::byte> bytes(padded_ * bytes_of(options_.residual));
-  bed_.download(bytes.data(), sets_[0].after, bytes.size());
+  backend_.download(bytes.data(), sets_[0].after, bytes.size());
   return bytes;
 }
 
-void verify_against_reference(Bed& bed, const SubjectOptions& options, std::span<const float> values) {
+void verify_against_reference(BenchBackend& backend, const BenchCaseOptions& options, std::span<const float> values) {
   constexpr size_t kSample = (size_t{1} << 20) - 3;  // not a multiple of any unit: tails are compared too
   const std::span<const float> sample = values.first(std::min(values.size(), kSample));
   const std::vector<NamedTensor> tensors = {{"sample", sample.size(), options.dtype, 2}};
-  const std::unique_ptr<Bed> scalar = make_bed({.device = "cpu", .threads = 1, .simd = "scalar"});
-  Subject reference(*scalar, tensors, options, sample, 1);
-  Subject subject(bed, tensors, options, sample, 1);
+  const std::unique_ptr<BenchBackend> scalar = make_backend({.device = "cpu", .threads = 1, .simd = "scalar"});
+  BenchCase reference(*scalar, tensors, options, sample, 1);
+  BenchCase bench_case(backend, tensors, options, sample, 1);
   const auto demand = [&](bool equal, const char* what) {
     if (!equal)
       throw std::runtime_error(
           fmt::format("verification failed: {}: {} differs from the scalar reference", options.codec.str(), what));
   };
   for (uint64_t step : {0, 1}) {
-    for (Subject* each : {&reference, &subject}) {
+    for (BenchCase* each : {&reference, &bench_case}) {
       each->encode(step);
       each->wait();
     }
-    demand(reference.frame() == subject.frame(), "the frame");
-    for (Subject* each : {&reference, &subject}) {
+    demand(reference.frame() == bench_case.frame(), "the frame");
+    for (BenchCase* each : {&reference, &bench_case}) {
       each->feedback(step);
       each->decode(step);
       each->wait();
     }
-    demand(reference.frame() == subject.frame(), "the frame with error feedback");
-    demand(reference.residual() == subject.residual(), "the residual");
-    const std::vector<float> expected = reference.decoded(), got = subject.decoded();
+    demand(reference.frame() == bench_case.frame(), "the frame with error feedback");
+    demand(reference.residual() == bench_case.residual(), "the residual");
+    const std::vector<float> expected = reference.decoded(), got = bench_case.decoded();
     demand(std::memcmp(expected.data(), got.data(), expected.size() * sizeof(float)) == 0, "the decoded tensor");
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Bed is where a command's buffers lie and how work there is timed, so that measuring and file commands are written
-// once for both devices: host memory and the steady clock, or device memory and CUDA events.
+// A BenchBackend says where the buffers of a command are and how work there is timed: host memory and the steady clock,
+// or device memory and CUDA events. Measuring and file commands are therefore written once for both devices.
 #pragma once
 
 #include <cstddef>
@@ -12,12 +12,12 @@
 
 namespace gradwire::app {
 
-class Bed {
+class BenchBackend {
  public:
-  virtual ~Bed() = default;
+  virtual ~BenchBackend() = default;
   virtual const Device& device() const = 0;
 
-  virtual void* allocate(size_t bytes) = 0;  // touched, so that its pages exist; lives as long as the bed
+  virtual void* allocate(size_t bytes) = 0;  // Its pages exist. It lives as long as the backend.
   virtual void upload(void* to, const void* from_host, size_t bytes) = 0;
   virtual void download(void* to_host, const void* from, size_t bytes) = 0;
 
@@ -27,20 +27,21 @@ class Bed {
   // Seconds that `work` takes, from its first byte to its last. On a GPU `work` only enqueues.
   virtual double time(const std::function<void()>& work) = 0;
 
-  // Working sets up to this size stay in a cache that would flatter the figures, so inputs are rotated beyond it.
+  // Inputs of up to this size would stay in a cache and flatter the figures, so several copies of them take turns.
   virtual size_t cache_bytes() const = 0;
 };
 
-struct BedOptions {
+struct BackendOptions {
   std::string device = "cpu";
   int threads = 1;
   std::string simd = {};
 };
 
-std::unique_ptr<Bed> make_bed(const BedOptions& options);  // Error{unsupported} when there is no such device
+std::unique_ptr<BenchBackend> make_backend(
+    const BackendOptions& options);  // Error{unsupported} when there is no such device
 
 #ifdef GRADWIRE_HAS_CUDA
-std::unique_ptr<Bed> make_cuda_bed();
+std::unique_ptr<BenchBackend> make_cuda_backend();
 #endif
 
 }  // namespace gradwire::app

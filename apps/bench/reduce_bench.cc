@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One measured all-reduce: see trial.h. Small facts (bytes, hashes) are exchanged through the same engine, outside of
-// the timed and counted part.
-#include "bench/trial.h"
+// One measured all-reduce: see reduce_bench.h. Byte counts and hashes are exchanged through the same engine, outside of
+// what is timed and counted.
+#include "bench/reduce_bench.h"
 
 #include <fmt/format.h>
 #include <xxhash.h>
@@ -29,10 +29,10 @@ uint64_t mean_of(const std::vector<uint64_t>& numbers) {
   return sum / numbers.size();
 }
 
-// One reducer with its place for results, and what was measured of it.
-class Side {
+// One of the two reducers that take turns, with its result and what was measured.
+class Contender {
  public:
-  Side(Engine& engine, const TrialOptions& options, const ReduceOptions& reduce, const TrialData& data)
+  Contender(Engine& engine, const ReduceBenchOptions& options, const ReduceOptions& reduce, const ReduceBenchData& data)
       : engine_(engine), reducer_(engine, options.tensors, reduce), result_(data.mine.size()) {
     uint64_t at = 0;
     for (const NamedTensor& tensor : options.tensors) {
@@ -66,18 +66,18 @@ class Side {
 
 }  // namespace
 
-TrialResult run_trial(Engine& engine, const TrialOptions& options, const TrialData& data,
-                      const std::function<void(const std::string&)>& report) {
+ReduceBenchResult run_reduce_bench(Engine& engine, const ReduceBenchOptions& options, const ReduceBenchData& data,
+                                   const std::function<void(const std::string&)>& report) {
   GW_CHECK(data.mine.size() == data.mean.size());
   ReduceOptions plain = options.reduce;
   plain.up = "fp32";
   plain.down = "fp32";
   plain.method = ReduceOptions::Method::scatter;
-  Side codec(engine, options, options.reduce, data);
-  Side fp32(engine, options, plain, data);
-  // The first step of each side touches memory for the first time: it is checked but not timed.
-  TrialResult result;
-  std::vector<double> times, fp32_times, ratios;
+  Contender codec(engine, options, options.reduce, data);
+  Contender fp32(engine, options, plain, data);
+  // The first step of each contender touches its memory for the first time. It is checked but not timed.
+  ReduceBenchResult result;
+  std::vector<double> times, fp32_times, quotients;
   for (int step = 0; step <= options.steps; ++step) {
     if (report && engine.rank() == 0) report(fmt::format("step {} of {}", step, options.steps));
     const uint64_t number = static_cast<uint64_t>(step);
@@ -87,18 +87,18 @@ TrialResult run_trial(Engine& engine, const TrialOptions& options, const TrialDa
     const std::vector<uint64_t> hashes = gather_numbers(engine, XXH3_64bits(reduced.data(), reduced.size_bytes()));
     result.identical &= std::all_of(hashes.begin(), hashes.end(), [&](uint64_t hash) { return hash == hashes[0]; });
     if (step == 0) {
-      result.relative_error = relative_error(data.mean, reduced);
+      result.error = squared_relative_error(data.mean, reduced);
       result.bytes_sent = mean_of(gather_numbers(engine, codec.bytes()));
       result.bytes_sent_fp32 = mean_of(gather_numbers(engine, fp32.bytes()));
       continue;
     }
     times.push_back(time);
     fp32_times.push_back(fp32_time);
-    ratios.push_back(time / fp32_time);
+    quotients.push_back(time / fp32_time);
   }
   result.time_s = median(times);
   result.fp32_time_s = median(fp32_times);
-  result.time_ratio = median(ratios);
+  result.time_over_fp32 = median(quotients);
   return result;
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bed in host memory, and the choice between beds.
-#include "bench/bed.h"
+// The benchmark backend in host memory, and the choice between backends.
+#include "bench/backend.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -13,13 +13,13 @@
 namespace gradwire::app {
 namespace {
 
-class HostBed final : public Bed {
+class HostBenchBackend final : public BenchBackend {
  public:
-  HostBed(int threads, const std::string& simd) : team_(threads) {
+  HostBenchBackend(int threads, const std::string& simd) : team_(threads) {
     device_.threads = threads;
     device_.simd = simd;
   }
-  ~HostBed() override {
+  ~HostBenchBackend() override {
     for (void* block : blocks_) std::free(block);
   }
   const Device& device() const override { return device_; }
@@ -37,8 +37,8 @@ class HostBed final : public Bed {
   void copy(void* to, const void* from, size_t bytes) override {
     if (team_.threads() == 1) return move(to, from, bytes);
     team_.run([&](int i) {
-      const Part part = part_of(bytes, i, team_.threads(), 4096);
-      move(static_cast<char*>(to) + part.begin, static_cast<const char*>(from) + part.begin, part.end - part.begin);
+      const ThreadShare share = share_of(bytes, i, team_.threads(), 4096);
+      move(static_cast<char*>(to) + share.begin, static_cast<const char*>(from) + share.begin, share.end - share.begin);
     });
   }
   double time(const std::function<void()>& work) override {
@@ -59,11 +59,11 @@ class HostBed final : public Bed {
 
 }  // namespace
 
-std::unique_ptr<Bed> make_bed(const BedOptions& options) {
-  if (options.device == "cpu") return std::make_unique<HostBed>(options.threads, options.simd);
+std::unique_ptr<BenchBackend> make_backend(const BackendOptions& options) {
+  if (options.device == "cpu") return std::make_unique<HostBenchBackend>(options.threads, options.simd);
 #ifdef GRADWIRE_HAS_CUDA
   if (cuda_devices() == 0) throw Error(ErrorKind::unsupported, "--device cuda: " + cuda_description(), "device");
-  return make_cuda_bed();
+  return make_cuda_backend();
 #else
   throw Error(ErrorKind::unsupported, "--device cuda: this build has no CUDA drivers; see gradwire doctor", "device");
 #endif

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forged messages: an honest one, some bytes changed, the checksums made right again. Offsets are those of
-// docs/wire-format.md, written out here a second time so that a slip in the library's own constants shows.
+// Malformed messages for tests: a well-formed message is encoded, some of its bytes are changed, and its checksums are
+// made right again, so that the checks behind the checksums run. A slip in the table of offsets itself would show in the
+// golden frames and in the second decoder, which is written from docs/wire-format.md alone.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -15,8 +16,12 @@
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 #include "gradwire/runner.h"
+#include "message/wire_offsets.h"
 
 namespace gradwire::test {
+
+namespace header = wire::header;
+namespace row = wire::row;
 
 using Bytes = std::vector<std::byte>;
 
@@ -57,10 +62,11 @@ inline void read_message(std::span<const std::byte> message, const Limits& limit
   runner->decode(message, outputs);
 }
 
-class Forged {
+// Each set function changes the message and leaves the checksums wrong; field() makes them right and reads it.
+class MessageBuilder {
  public:
   // Tensors whose values run through -1 .. 1 in steps that no rounding hides.
-  explicit Forged(const std::vector<TensorSpec>& tensors) {
+  explicit MessageBuilder(const std::vector<TensorSpec>& tensors) {
     const Plan plan(tensors);
     std::vector<std::vector<float>> values;
     std::vector<const void*> inputs;
@@ -72,50 +78,51 @@ class Forged {
     bytes.resize(plan.message_bytes());
     make_runner(plan, Device{})->encode(inputs, {.seed = 1, .step = 7, .stage = 1, .rank = 2, .world = 5}, bytes);
   }
-  Forged(const Codec& codec, uint64_t count) : Forged({{"w", count, DType::f32, codec}}) {}
-  Forged(const std::string& spec, uint64_t count) : Forged({{"w", count, DType::f32, Codec::parse(spec)}}) {}
+  MessageBuilder(const Codec& codec, uint64_t count) : MessageBuilder({{"w", count, DType::f32, codec}}) {}
+  MessageBuilder(const std::string& spec, uint64_t count)
+      : MessageBuilder({{"w", count, DType::f32, Codec::parse(spec)}}) {}
 
-  uint32_t head_bytes() const { return load<uint32_t>(bytes, 44); }
+  uint32_t head_bytes() const { return load<uint32_t>(bytes, header::head_bytes); }
   size_t table_at() const {  // where the tensor table starts
-    size_t at = 64;
-    for (uint32_t i = 0; i < load<uint32_t>(bytes, 36); ++i)
-      at += 4 + (load<uint16_t>(bytes, at) + 3u) / 4 * 4 + load<uint16_t>(bytes, at + 2);
+    size_t at = header::size;
+    for (uint32_t i = 0; i < load<uint32_t>(bytes, header::spec_count); ++i)
+      at += spec_text_bytes(at) + load<uint16_t>(bytes, at + wire::spec::table_bytes);
     return at;
   }
-  size_t fitted_at() const { return 64 + 4 + (load<uint16_t>(bytes, 64) + 3u) / 4 * 4; }  // the first spec's table
+  size_t fitted_at() const { return header::size + spec_text_bytes(header::size); }  // the first spec's table
   size_t body_at(uint64_t word) const { return head_bytes() + word * 4; }
 
   template <class T>
-  Forged& set(size_t at, T value) {
+  MessageBuilder& set(size_t at, T value) {
     store(bytes, at, value);
     return *this;
   }
   template <class T>
-  Forged& set_row(uint32_t row, size_t at, T value) {
-    return set(table_at() + row * 40 + at, value);
+  MessageBuilder& set_row(uint32_t index, size_t at, T value) {
+    return set(table_at() + index * row::size + at, value);
   }
-  Forged& set_word(uint64_t word, uint32_t value) { return set(body_at(word), value); }
+  MessageBuilder& set_word(uint64_t word, uint32_t value) { return set(body_at(word), value); }
   uint32_t word(uint64_t word) const { return load<uint32_t>(bytes, body_at(word)); }
 
   // Writes the head anew with these specs; the table and the body stay.
-  Forged& set_specs(const std::vector<std::string>& specs) {
-    const size_t rows = load<uint32_t>(bytes, 40) * size_t{40}, from = table_at();
-    Bytes head(bytes.begin(), bytes.begin() + 64);
+  MessageBuilder& set_specs(const std::vector<std::string>& specs) {
+    const size_t rows = load<uint32_t>(bytes, header::tensor_count) * size_t{row::size}, from = table_at();
+    Bytes head(bytes.begin(), bytes.begin() + header::size);
     for (const std::string& spec : specs) {
       const size_t at = head.size();
-      head.resize(at + 4 + (spec.size() + 3) / 4 * 4);
+      head.resize(at + wire::spec::text + (spec.size() + 3) / 4 * 4);
       store(std::span(head), at, static_cast<uint16_t>(spec.size()));
-      std::memcpy(head.data() + at + 4, spec.data(), spec.size());
+      std::memcpy(head.data() + at + wire::spec::text, spec.data(), spec.size());
     }
     head.insert(head.end(), bytes.begin() + static_cast<ptrdiff_t>(from),
                 bytes.begin() + static_cast<ptrdiff_t>(from + rows));
-    head.resize((head.size() + 31) / 32 * 32);
+    head.resize((head.size() + wire::kHeadAlign - 1) / wire::kHeadAlign * wire::kHeadAlign);
     const size_t head_size = head.size();
     head.insert(head.end(), bytes.begin() + head_bytes(), bytes.end());
     bytes = std::move(head);
-    set(36, static_cast<uint32_t>(specs.size()));
-    set(44, static_cast<uint32_t>(head_size));
-    return set(8, uint64_t{bytes.size()});
+    set(header::spec_count, static_cast<uint32_t>(specs.size()));
+    set(header::head_bytes, static_cast<uint32_t>(head_size));
+    return set(header::total_bytes, uint64_t{bytes.size()});
   }
 
   // The field that the message is refused for once its checksums are right; "" when it is taken.
@@ -125,6 +132,12 @@ class Forged {
   }
 
   Bytes bytes;
+
+ private:
+  // Bytes of the spec at `at`, without its table.
+  size_t spec_text_bytes(size_t at) const {
+    return wire::spec::text + (load<uint16_t>(bytes, at + wire::spec::length) + 3u) / 4 * 4;
+  }
 };
 
 }  // namespace gradwire::test

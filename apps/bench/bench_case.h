@@ -1,31 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Subject is one thing to time: a plan, a runner for it on a bed, and enough rotating sets of buffers that a GPU's
-// cache does not flatter the figures. Benchmarks build one or several and call encode, feedback and decode in turns.
+// A BenchCase is one thing to time: a plan, a runner for it on a backend, and enough sets of buffers that the cache of a
+// GPU does not flatter the figures. Benchmarks build one or several of them and call encode, feedback and decode in
+// turns.
 #pragma once
 
 #include <memory>
 #include <span>
 #include <vector>
 
-#include "bench/bed.h"
+#include "bench/backend.h"
 #include "gradwire/collective.h"
 
 namespace gradwire::app {
 
-struct SubjectOptions {
+struct BenchCaseOptions {
   Codec codec;
   DType dtype = DType::f32;
   DType residual = DType::f32;
 };
 
-class Subject {
+class BenchCase {
  public:
   // `values` (f32) fill the tensors, in the order of the list; they are converted to the dtype.
-  Subject(Bed& bed, const std::vector<NamedTensor>& tensors, const SubjectOptions& options,
-          std::span<const float> values, size_t sets);
+  BenchCase(BenchBackend& backend, const std::vector<NamedTensor>& tensors, const BenchCaseOptions& options,
+            std::span<const float> values, size_t sets);
 
   void encode(uint64_t turn);
-  void feedback(uint64_t turn);  // encode with error feedback, from the residual that one encode left
+  void feedback(uint64_t turn);  // encode with error feedback, starting from the residual that one encode left
   void decode(uint64_t turn);
   void copy(uint64_t turn);  // the plain copy of the same tensors into a warm buffer
   void wait() { runner_->wait(); }
@@ -48,8 +49,8 @@ class Subject {
   Set& set_of(uint64_t turn) { return sets_[turn % sets_.size()]; }
   std::vector<float> download(const void* from);
 
-  Bed& bed_;
-  SubjectOptions options_;
+  BenchBackend& backend_;
+  BenchCaseOptions options_;
   uint64_t elements_ = 0;
   uint64_t padded_ = 0;  // elements with every tensor at a multiple of 64
   std::vector<uint64_t> offsets_;
@@ -58,8 +59,8 @@ class Subject {
   std::vector<Set> sets_;
 };
 
-// Throws when the bed's runner and the scalar reference differ in one bit of frame, decoded tensor or residual, on the
+// Throws when the backend's runner and the scalar reference differ in one bit of frame, decoded tensor or residual, on the
 // first million elements of `values`.
-void verify_against_reference(Bed& bed, const SubjectOptions& options, std::span<const float> values);
+void verify_against_reference(BenchBackend& backend, const BenchCaseOptions& options, std::span<const float> values);
 
 }  // namespace gradwire::app

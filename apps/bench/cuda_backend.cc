@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bed in GPU memory: one stream, and CUDA events around the work. No kernels here, so a C++ compiler is enough.
+// The benchmark backend in GPU memory: one stream, and CUDA events around the work. No kernels here, so a C++ compiler is enough.
 #include <cuda_runtime.h>
 #include <fmt/format.h>
 
 #include <atomic>
 #include <vector>
 
-#include "bench/bed.h"
+#include "bench/backend.h"
 #include "gradwire/error.h"
 
 namespace gradwire::app {
@@ -18,9 +18,9 @@ void check(cudaError_t status, const char* call) {
 }
 #define GW_CUDA(call) check(call, #call)
 
-class CudaBed final : public Bed {
+class CudaBenchBackend final : public BenchBackend {
  public:
-  CudaBed() {
+  CudaBenchBackend() {
     GW_CUDA(cudaSetDevice(0));
     GW_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     GW_CUDA(cudaEventCreate(&start_));
@@ -31,7 +31,7 @@ class CudaBed final : public Bed {
     device_.kind = Device::Kind::cuda;
     device_.stream = stream_;
   }
-  ~CudaBed() override {
+  ~CudaBenchBackend() override {
     cudaStreamSynchronize(stream_);
     for (void* block : blocks_) cudaFree(block);
     cudaEventDestroy(start_);
@@ -91,6 +91,6 @@ class CudaBed final : public Bed {
 
 }  // namespace
 
-std::unique_ptr<Bed> make_cuda_bed() { return std::make_unique<CudaBed>(); }
+std::unique_ptr<BenchBackend> make_cuda_backend() { return std::make_unique<CudaBenchBackend>(); }
 
 }  // namespace gradwire::app
