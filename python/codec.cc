@@ -54,6 +54,7 @@ py::dict row_of(const CodecInfo& info) {
   row["codec"] = info.name;
   row["summary"] = info.summary;
   row["example"] = info.example;
+  row["specs"] = info.specs;
   row["spec"] = codec.str();
   row["lossless"] = traits.lossless;
   row["unbiased"] = traits.unbiased;

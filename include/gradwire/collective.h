@@ -52,10 +52,10 @@ struct ReduceOptions {
   Feedback owner_feedback = Feedback::on;
   DType residual = DType::f32;
   uint64_t seed = 0;
-  // Where tensors, residuals and sums live and codecs run; ranks may differ in it, results do not. On a GPU all pointers
-  // are device pointers and work is enqueued on device.stream: whatever writes the inputs must come before it there when
-  // the call is made. Outputs are complete when the call, or the handle's wait(), returns. Ranks that are threads of one
-  // process want a stream each: on the default stream, which null means, they would wait for each other.
+  // Where tensors, residuals and sums live and codecs run; ranks may differ in it, results do not. On a GPU all
+  // pointers are device pointers and work is enqueued on device.stream: whatever writes the inputs must come before it
+  // there when the call is made. Outputs are complete when the call, or the handle's wait(), returns. Ranks that are
+  // threads of one process want a stream each: on the default stream, which null means, they would wait for each other.
   Device device = {};
 };
 
@@ -81,9 +81,9 @@ class Reducer {
   ~Reducer();
 
   // in[i], out[i] hold tensors[i]; they may be the same memory. Runs on a thread of its own, shared by all reducers on
-  // the engine, in the order of the calls; the handle's wait() throws what went wrong. A step that failed has changed no
-  // residual. Where only one rank's arguments are wrong, or ranks disagree about step or loss_scale, all are told before
-  // data move, and can go on; any later failure poisons the engine.
+  // the engine, in the order of the calls; the handle's wait() throws what went wrong. A step that failed has changed
+  // no residual. Where only one rank's arguments are wrong, or ranks disagree about step or loss_scale, all are told
+  // before data move, and can go on; any later failure poisons the engine.
   Handle start(uint64_t step, std::span<const void* const> in, std::span<void* const> out, float loss_scale = 1.0f);
   void run(uint64_t step, std::span<const void* const> in, std::span<void* const> out, float loss_scale = 1.0f);
 
@@ -92,8 +92,8 @@ class Reducer {
   void commit(uint64_t step);
   void rollback(uint64_t step);
 
-  // Codecs that learn (learn.h) do so by themselves: evidence is gathered from all ranks after a step, and what was learned is kept in
-  // feedback() as notes, so that it is saved and restored with the residuals.
+  // Codecs that learn (learn.h) do so by themselves: evidence is gathered from all ranks after a step, and what was
+  // learned is kept in feedback() as notes, so that it is saved and restored with the residuals.
   void set_rate(double rate);                  // the learning rate of the steps to come, for codecs that follow it
   std::vector<Codec> codecs(Side side) const;  // of the last step, per tensor, with what they had learned
 
@@ -108,8 +108,8 @@ class Reducer {
   std::unique_ptr<State> state_;
 };
 
-// The halves alone, on one tensor list each (what FSDP needs). Options: up codec for reduce_scatter, down for all_gather.
-// reduce_scatter: out holds this rank's shards, in the order of shards(), back to back, as f32.
+// The halves alone, on one tensor list each (what FSDP needs). Options: up codec for reduce_scatter, down for
+// all_gather. reduce_scatter: out holds this rank's shards, in the order of shards(), back to back, as f32.
 void reduce_scatter(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,
                     std::span<const void* const> in, std::span<float> out, ErrorFeedback* feedback = nullptr);
 void all_gather(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,

@@ -71,7 +71,8 @@ std::vector<std::unique_ptr<Engine>> make_loopback(int world);
 void run_loopback(int world, const std::function<void(Engine&)>& body);
 
 // MPI (only in builds that found it: mpi_built()). `communicator` is a pointer to an MPI_Comm, or null for
-// MPI_COMM_WORLD; it is duplicated. MPI must be initialised by the caller with MPI_THREAD_MULTIPLE, and is never finalised here.
+// MPI_COMM_WORLD; it is duplicated. MPI must be initialised by the caller with MPI_THREAD_MULTIPLE, and is never
+// finalised here.
 bool mpi_built();
 std::unique_ptr<Engine> make_mpi(const void* communicator = nullptr);
 

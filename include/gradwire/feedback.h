@@ -23,9 +23,9 @@ class Verdict;  // src/device/verdict.h
 
 enum class Side : uint8_t { up = 0, down = 1 };
 
-// Per-tensor rules: "*.bias=fp32;1d=fp32;<1024=fp32;*=qsgd:bits=4". The first rule that matches wins; `1d` matches tensors
-// with at most one dimension, `<COUNT` those with fewer elements, anything else is a glob over the name (`*`: any
-// characters, `?`: any one). The last rule must be `*`. A plain spec is one rule.
+// Per-tensor rules: "*.bias=fp32;1d=fp32;<1024=fp32;*=qsgd:bits=4". The first rule that matches wins; `1d` matches
+// tensors with at most one dimension, `<COUNT` those with fewer elements, anything else is a glob over the name (`*`:
+// any characters, `?`: any one). The last rule must be `*`. A plain spec is one rule.
 class Rules {
  public:
   static Rules parse(std::string_view text);
@@ -68,7 +68,8 @@ class ErrorFeedback {
   // an open step nothing happens; Error{usage} if another one is open.
   void commit(uint64_t step);
   void rollback(uint64_t step);
-  // One or the other, as the verdict says. On a GPU that is found out there, on the stream of `device`, and nobody waits.
+  // One or the other, as the verdict says. On a GPU that is found out there, on the stream of `device`, and nobody
+  // waits.
   void decide(uint64_t step, Verdict& verdict, const Device& device);
 
   void save(const std::string& path) const;  // atomic: the old file stays whole until the new one is complete
@@ -79,8 +80,8 @@ class ErrorFeedback {
   // (1/W) * sum of the workers' residuals + the owners' residuals, within f32 rounding.
   static std::vector<ErrorFeedback> redistribute(std::span<const ErrorFeedback> ranks, int new_world);
 
-  // What else must survive with the residuals, by name: what codecs have learned. A multiple of 8 bytes each. Moving to another world keeps
-  // rank 0's, since all ranks have the same.
+  // What else must survive with the residuals, by name: what codecs have learned. A multiple of 8 bytes each. Moving to
+  // another world keeps rank 0's, since all ranks have the same.
   void set_note(const std::string& name, std::span<const std::byte> bytes);
   const std::map<std::string, std::vector<std::byte>>& notes() const;
 

@@ -13,7 +13,7 @@ inline bool in_blocks(const UnitOps* unit) { return !unit || unit->codes_in_bloc
 
 inline uint64_t region_words(const Scheme& s, const UnitOps* unit, uint64_t count) {
   if (count == 0) return 0;
-  return unit ? unit->words(s, count) : side_offset(s, count) + unit_count(s, count) * s.side;
+  return unit ? unit->words(s, count) : side_offset(s, count) + unit_count(s, count) * s.scale_words;
 }
 inline uint64_t region_words(const Codec& codec, uint64_t count) {
   return region_words(codec.scheme(), codec.unit_ops(), count);

@@ -36,16 +36,16 @@ struct BlockStats {
   }
 
   // Padding is zero and adds nothing (zero counts as positive, and only negatives are counted).
-  static GW_BODY void rows_sums(Stat stat, const float* x, uint32_t row0, uint32_t row1, Grid grid, Sums& sums) {
+  static GW_BODY void rows_sums(SumKind kind, const float* x, uint32_t row0, uint32_t row1, Grid grid, Sums& sums) {
     const F pre = L::set(grid.pre), scale = L::set(grid.grid);
     const U zero = L::set_u(0);
     U first = zero, second = zero, negative = zero;
     for (uint32_t i = row0 * kLane; i < row1 * kLane; i += L::kWidth) {
       const F t = L::mul(L::mul(L::load(x + i), pre), scale);
-      if (stat == Stat::l2 || stat == Stat::clip)
+      if (kind == SumKind::squares || kind == SumKind::moments)
         second = L::add_u(second, L::as_u(L::round(L::mul(L::mul(t, t), L::set(kSquareScale)))));
-      if (stat == Stat::clip) first = L::add_u(first, L::as_u(L::round(L::mul(t, L::set(kSumScale)))));
-      if (stat == Stat::signs) {
+      if (kind == SumKind::moments) first = L::add_u(first, L::as_u(L::round(L::mul(t, L::set(kSumScale)))));
+      if (kind == SumKind::by_sign) {
         const U q = L::as_u(L::round(L::mul(t, L::set(kSumScale))));
         const typename L::M below = L::less(t, L::set(0.0f));
         first = L::add_u(first, L::select_u(below, zero, q));
@@ -64,6 +64,6 @@ struct BlockStats {
     if (absmax >= kInfBits) return;
     const Grid grid = grid_for(absmax);
     for (uint64_t block = s.begin; block < s.end; ++block)
-      rows_sums(s.scheme->stat, TensorAccess<L>::load(s, block, scratch.x), 0, kLane, grid, sums);
+      rows_sums(s.scheme->sums, TensorAccess<L>::load(s, block, scratch.x), 0, kLane, grid, sums);
   }
 };

@@ -89,7 +89,7 @@ struct CudaJob {
 // Items are blocks, or chunks of 32 blocks where units are larger than a block.
 GW_HD inline bool chunked(const Scheme& s) { return s.unit > kBlock; }
 // Units that are whole blocks, or parts of none: the fast kernels take the full blocks of these.
-GW_HD inline bool block_wise(const Scheme& s) { return s.stat == Stat::none || s.unit == 0 || s.unit >= kBlock; }
+GW_HD inline bool block_wise(const Scheme& s) { return s.scale_words == 0 || s.unit == 0 || s.unit >= kBlock; }
 // Blocks to visit, seen from the items; the last chunk of a piece may have fewer than 32.
 GW_HD inline uint64_t block_count(const CudaJob& job) { return job.items * (chunked(job.scheme) ? 32 : 1); }
 
@@ -106,9 +106,6 @@ void cuda_begin(const CudaBegin& begin, const void* const* host, const void** de
                 cudaStream_t stream);
 void cuda_encode(const CudaJob& job, cudaStream_t stream);
 void cuda_decode(const CudaJob& job, cudaStream_t stream);
-// The same for the bodies of codec/methods-inl.h.
-void cuda_encode_methods(const CudaJob& job, cudaStream_t stream);
-void cuda_decode_methods(const CudaJob& job, cudaStream_t stream);
 void cuda_finish_encode(const CudaHead& head, std::byte* message, const unsigned long long* check, cudaStream_t stream);
 // Once the jobs of a message are done: adds to the sticky word what went wrong, and if anything did, fills the group's
 // outputs with NaN. `job` may have no items; the first of a message also does the adding.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The verdict on a step, kept where its results are. A step whose results hold a NaN or an Inf is skipped: it changes no
-// residual. On a processor that is asked and answered at once. On a GPU nobody waits for the answer: the results set a
-// flag there, and the residuals are put back there if it is set, while the host goes on as if all were well.
+// The verdict on a step, kept where its results are. A step whose results hold a NaN or an Inf is skipped: it changes
+// no residual. On a processor that is asked and answered at once. On a GPU nobody waits for the answer: the results set
+// a flag there, and the residuals are put back there if it is set, while the host goes on as if all were well.
 #pragma once
 
 #include <cstdint>

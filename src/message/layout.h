@@ -50,8 +50,9 @@ uint64_t head_check(std::span<const std::byte> head);
 uint64_t head_body_check(std::span<const std::byte> head);
 void set_body_check(std::span<std::byte> message, uint64_t check);
 
-// Throws Error{frame} naming the field if `message` does not carry this layout (names, counts, pieces, codecs) or, where
-// given, another stamp. Element types may differ: they only say what the sender had. `head` is make_head() of the layout.
+// Throws Error{frame} naming the field if `message` does not carry this layout (names, counts, pieces, codecs) or,
+// where given, another stamp. Element types may differ: they only say what the sender had. `head` is make_head() of the
+// layout.
 void check_head(std::span<const std::byte> message, const Layout& layout, std::span<const std::byte> head,
                 const Stamp* expected);
 

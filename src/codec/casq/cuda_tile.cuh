@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(1024) encode_tiles(const __grid_constant__ Cud
       continue;
     }
     const Grid grid = grid_for(top);
-    const uint32_t squares_here = static_cast<uint32_t>(warp_sums(Stat::l2, x, grid).second);
+    const uint32_t squares_here = static_cast<uint32_t>(warp_sums(SumKind::squares, x, grid).second);
     if (lane == 0) shared.squares[warp] = squares_here;
     __syncthreads();
     BlockCodes<kBits> codes;

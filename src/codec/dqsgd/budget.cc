@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The widths in terms of exponents: with e = log2(s_n), the width is h(e) = log2(2^e + 1) + 1, clamped. In the budget
 // form a common shift of all exponents, log2 of k or t, is bisected.
-#include "codec/dqsgd/bits.h"
+#include "codec/dqsgd/budget.h"
 
 #include <fmt/format.h>
 

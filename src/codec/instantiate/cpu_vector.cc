@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bodies and the driver on Highway vectors: this file is compiled once per target that the compiler knows, and the
-// processor's own capabilities decide at run time which tables may be used.
+// The driver and the element bodies of group a on Highway vectors, and the tables of functions with all bodies. This
+// file is compiled once per target that the compiler knows; the processor's own capabilities decide at run time which
+// tables may be used.
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <utility>
 
+#include "codec/body.h"
+#include "codec/stats.h"
 #include "core/random.h"
 #include "device/kernels.h"
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "codec/cpu_vector.cc"
+#define HWY_TARGET_INCLUDE "codec/instantiate/cpu_vector.cc"
 #include "codec/targets.h"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
@@ -21,8 +24,7 @@ HWY_BEFORE_NAMESPACE();
 namespace gradwire {
 namespace HWY_NAMESPACE {
 
-void encode_methods(const Span& span, const UnitParams* whole, Scratch& scratch, LaneSums& check);  // cpu_methods.cc
-bool decode_methods(const Span& span, const UnitParams* whole, Scratch& scratch);
+#include "codec/instantiate/cpu_declare-inl.h"
 
 namespace {
 
@@ -34,14 +36,22 @@ namespace hn = hwy::HWY_NAMESPACE;
 // Each of these needs the ones before it.
 // clang-format off
 #include "device/hwy_lane-inl.h"
-#include "codec/bodies-inl.h"
+#include "codec/bodies.def"
 #include "device/cpu_driver-inl.h"
-#include "codec/cpu_table-inl.h"
+#include "codec/instantiate/cpu_table-inl.h"
 // clang-format on
 
 }  // namespace
 
-Kernels make_kernels() { return Table<VectorLane>::kernels(hwy::TargetName(HWY_TARGET)); }
+#undef GW_LANE
+#define GW_LANE VectorLane
+#undef GW_ELEMENT_a
+#define GW_ELEMENT_a(name) GW_COMPILE_ELEMENT(name)
+#undef GW_ELEMENT_b
+#define GW_ELEMENT_b(name)
+#include "codec/instantiate/cpu_elements-inl.h"
+
+Kernels make_kernels() { return KernelTable<VectorLane>::kernels(hwy::TargetName(HWY_TARGET)); }
 
 }  // namespace HWY_NAMESPACE
 }  // namespace gradwire

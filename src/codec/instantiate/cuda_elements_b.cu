@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA driver with the methods' bodies. Compiled with -fmad=false, like cuda_kernels.cu.
+// The CUDA driver with the element bodies of group b, a file beside cuda_kernels.cu so that the two compile side by
+// side. Compiled with -fmad=false: bodies must round every operation by itself.
 #include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
-#include "codec/rangefloat/range_float.h"
+#include "codec/body.h"
+#include "codec/instantiate/cuda_elements.h"
+#include "codec/stats.h"
 #include "core/checksum.h"
 #include "core/random.h"
 #include "device/cuda_job.h"
@@ -18,8 +21,7 @@ namespace {
 #define GW_DISPATCH inline
 // Each of these needs the ones before it.
 // clang-format off
-#include "codec/rangefloat/range_float-inl.h"
-#include "codec/methods-inl.h"
+#include "codec/bodies.def"
 #include "device/cuda_head.cuh"
 #include "device/cuda_driver.cuh"
 #include "device/cuda_fast.cuh"
@@ -28,14 +30,8 @@ namespace {
 
 }  // namespace
 
-void cuda_encode_methods(const CudaJob& job, cudaStream_t stream) {
-  EncodeCall call{job, stream};
-  with_method(job.scheme, call);
-}
-
-void cuda_decode_methods(const CudaJob& job, cudaStream_t stream) {
-  DecodeCall call{job, stream};
-  with_method(job.scheme, call);
-}
+#define GW_ELEMENT_a(name)
+#define GW_ELEMENT_b(name) GW_COMPILE_ELEMENT(name)
+#include "codec/instantiate/cuda_elements-inl.cuh"
 
 }  // namespace gradwire

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA driver with the baselines' bodies, the kernels around it (pointer tables, head, checks), and what the runner calls.
-// The methods' bodies are cuda_methods.cu's, so that the two compile side by side. Compiled with -fmad=false: bodies must round
-// every operation by itself.
+// The CUDA driver with the element bodies of group a, the kernels around it (pointer tables, head, checks), and what
+// the runner calls. Compiled with -fmad=false: bodies must round every operation by itself.
 #include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
+#include "codec/body.h"
+#include "codec/instantiate/cuda_elements.h"
+#include "codec/stats.h"
 #include "core/checksum.h"
 #include "core/random.h"
 #include "device/cuda_job.h"
@@ -19,14 +21,15 @@ namespace {
 #define GW_DISPATCH inline
 // Each of these needs the ones before it.
 // clang-format off
-#include "codec/bodies-inl.h"
+#include "codec/bodies.def"
 #include "device/cuda_head.cuh"
 #include "device/cuda_driver.cuh"
 #include "device/cuda_fast.cuh"
 #include "device/cuda_launch.cuh"
 // clang-format on
 
-// Kernel arguments carry the addresses: unlike a copy from host memory, a launch never waits. One launch takes kPack of them.
+// Kernel arguments carry the addresses: unlike a copy from host memory, a launch never waits. One launch takes kPack of
+// them.
 constexpr size_t kPack = 480;
 struct PointerPack {
   const void* p[kPack];
@@ -97,6 +100,10 @@ __global__ void sample_kernel(const __grid_constant__ PickPack pack, DType resid
 
 }  // namespace
 
+#define GW_ELEMENT_a(name) GW_COMPILE_ELEMENT(name)
+#define GW_ELEMENT_b(name)
+#include "codec/instantiate/cuda_elements-inl.cuh"
+
 void cuda_begin(const CudaBegin& begin, const void* const* host, const void** device, size_t count,
                 cudaStream_t stream) {
   size_t at = 0;
@@ -119,24 +126,37 @@ void cuda_encode(const CudaJob& job, cudaStream_t stream) {
       launch<whole_max<true>>(job, job.items, 8, 256, stream);
     else
       launch<whole_max<false>>(job, job.items, 8, 256, stream);
-    if (needs_sums(job.scheme.stat)) {
+    if (job.scheme.sums != SumKind::none) {
       if (job.feedback)
         launch<whole_sums<true>>(job, job.items, 8, 256, stream);
       else
         launch<whole_sums<false>>(job, job.items, 8, 256, stream);
     }
-    launch<whole_sides>(job, job.piece_count, 128, 128, stream);
   }
-  if (is_method(job.scheme)) return cuda_encode_methods(job, stream);
-  EncodeCall call{job, stream};
-  with_body(job.scheme, call);
+  switch (job.scheme.body) {
+#define GW_ELEMENT(name, group) \
+  case Body::name:              \
+    return cuda_encode_##name(job, stream);
+#include "codec/bodies.def"
+#undef GW_ELEMENT
+    case Body::own:
+      break;
+  }
+  refuse_body(job.scheme);
 }
 
 void cuda_decode(const CudaJob& job, cudaStream_t stream) {
   if (job.items == 0) return;
-  if (is_method(job.scheme)) return cuda_decode_methods(job, stream);
-  DecodeCall call{job, stream};
-  with_body(job.scheme, call);
+  switch (job.scheme.body) {
+#define GW_ELEMENT(name, group) \
+  case Body::name:              \
+    return cuda_decode_##name(job, stream);
+#include "codec/bodies.def"
+#undef GW_ELEMENT
+    case Body::own:
+      break;
+  }
+  refuse_body(job.scheme);
 }
 
 void cuda_sample(std::span<const CudaPick> picks, DType residual, float loss_scale, float* out, cudaStream_t stream) {

@@ -1,18 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU driver with every body, as one table of functions. Included once per target, like what it is made of. The methods'
-// bodies are another file's (cpu_methods.cc), so that the two compile side by side: encode_methods and decode_methods.
+// The CPU driver with every element body, as one table of functions. Included once per target, like what it is made of.
 
 template <class L>
-struct Table {
+struct KernelTable {
   static void encode(const Span& span, const UnitParams* whole, Scratch& scratch, LaneSums& check) {
-    if (is_method(*span.scheme)) return encode_methods(span, whole, scratch, check);
-    EncodeCall<L> call{span, whole, scratch, check};
-    with_body(*span.scheme, call);
+    switch (span.scheme->body) {
+#define GW_ELEMENT(name, group) \
+  case Body::name:              \
+    return encode_##name(span, whole, scratch, check);
+#include "codec/bodies.def"
+#undef GW_ELEMENT
+      case Body::own:
+        break;
+    }
+    refuse_body(*span.scheme);
   }
   static bool decode(const Span& span, const UnitParams* whole, Scratch& scratch) {
-    if (is_method(*span.scheme)) return decode_methods(span, whole, scratch);
-    DecodeCall<L> call{span, whole, scratch};
-    return with_body(*span.scheme, call);
+    switch (span.scheme->body) {
+#define GW_ELEMENT(name, group) \
+  case Body::name:              \
+    return decode_##name(span, whole, scratch);
+#include "codec/bodies.def"
+#undef GW_ELEMENT
+      case Body::own:
+        break;
+    }
+    refuse_body(*span.scheme);
   }
   static Kernels kernels(const char* name) {
     using D = Driver<L>;

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bodies of methods-inl.h on Highway vectors, a file beside cpu_vector.cc so that the two compile side by side. What it
-// offers to that file is one pair of functions per target.
+// The element bodies of group b on Highway vectors, a file beside cpu_vector.cc so that the two compile side by side.
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <functional>
 #include <utility>
 
-#include "codec/rangefloat/range_float.h"
+#include "codec/body.h"
+#include "codec/stats.h"
 #include "core/random.h"
 #include "device/kernels.h"
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "codec/cpu_methods.cc"
+#define HWY_TARGET_INCLUDE "codec/instantiate/cpu_vector_b.cc"
 #include "codec/targets.h"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
@@ -21,6 +21,9 @@
 HWY_BEFORE_NAMESPACE();
 namespace gradwire {
 namespace HWY_NAMESPACE {
+
+#include "codec/instantiate/cpu_declare-inl.h"
+
 namespace {
 
 namespace hn = hwy::HWY_NAMESPACE;
@@ -31,21 +34,19 @@ namespace hn = hwy::HWY_NAMESPACE;
 // Each of these needs the ones before it.
 // clang-format off
 #include "device/hwy_lane-inl.h"
-#include "codec/rangefloat/range_float-inl.h"
-#include "codec/methods-inl.h"
+#include "codec/bodies.def"
 #include "device/cpu_driver-inl.h"
 // clang-format on
 
 }  // namespace
 
-void encode_methods(const Span& span, const UnitParams* whole, Scratch& scratch, LaneSums& check) {
-  EncodeCall<VectorLane> call{span, whole, scratch, check};
-  with_method(*span.scheme, call);
-}
-bool decode_methods(const Span& span, const UnitParams* whole, Scratch& scratch) {
-  DecodeCall<VectorLane> call{span, whole, scratch};
-  return with_method(*span.scheme, call);
-}
+#undef GW_LANE
+#define GW_LANE VectorLane
+#undef GW_ELEMENT_a
+#define GW_ELEMENT_a(name)
+#undef GW_ELEMENT_b
+#define GW_ELEMENT_b(name) GW_COMPILE_ELEMENT(name)
+#include "codec/instantiate/cpu_elements-inl.h"
 
 }  // namespace HWY_NAMESPACE
 }  // namespace gradwire
