@@ -7,7 +7,7 @@
 // Included by the files of kernels after cuda_driver.cuh.
 
 // The tensor that a warp is at.
-struct Place {
+struct TensorPlace {
   uint32_t slot = 0xffffffffu;
   uint64_t first_item = 0, full = 0;  // full: blocks that are not partial
   const void *in = nullptr, *before = nullptr;
@@ -88,7 +88,7 @@ struct BlockLoader {
   uint32_t turn = 0;              // the half of the buffer that holds this block
 
   // Item i of the job is `block` of the piece; the warp comes back after `stride` items.
-  __device__ __forceinline__ void load(const CudaJob& job, const Place& place, uint64_t i, uint64_t block,
+  __device__ __forceinline__ void load(const CudaJob& job, const TensorPlace& place, uint64_t i, uint64_t block,
                                        uint64_t stride, uint32_t lane, float (&x)[32]) {
     if constexpr (kAhead)
       load_ahead(place, i, block, stride, lane, x);
@@ -108,7 +108,7 @@ struct BlockLoader {
     }
   }
 
-  __device__ __forceinline__ void load_ahead(const Place& place, uint64_t i, uint64_t block, uint64_t stride,
+  __device__ __forceinline__ void load_ahead(const TensorPlace& place, uint64_t i, uint64_t block, uint64_t stride,
                                              uint32_t lane, float (&x)[32]) {
     const float* in = static_cast<const float*>(place.in);
     if (ahead != i) copy_block(in + block * kBlock, buffer + turn * kBlock, lane);
@@ -128,7 +128,7 @@ struct BlockLoader {
 };
 
 // The residuals of a full block. A NaN means that the unit was marked and keeps what it had.
-__device__ __forceinline__ void store_residuals(const CudaJob& job, const Place& place, uint64_t at,
+__device__ __forceinline__ void store_residuals(const CudaJob& job, const TensorPlace& place, uint64_t at,
                                                 const float (&x)[32]) {
   if (job.residual == DType::f32) {
     float* to = static_cast<float*>(place.after) + at;
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
   const Scheme& scheme = job.scheme;
   Check check;
   SideSums sides;
-  Place place;
+  TensorPlace place;
   __shared__ float table[B::kTableFloats + 1];
   fetch_table<B>(scheme, table);
   extern __shared__ float4 ahead_blocks[];  // kAhead: two blocks per warp
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
   __shared__ float table[B::kTableFloats + 1];
   fetch_table<B>(scheme, table);
   SideSums sides;
-  Place place;
+  TensorPlace place;
   uint32_t problem = 0;
   typename HeldWords<B, kQuads>::Type held;
   const bool chunks = chunked(scheme);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How many thread blocks a kernel gets.
 //
-// Included by the files of kernels inside an anonymous namespace, after cuda_driver.cuh.
+// Included by the files of kernels inside an anonymous namespace, after cuda_load.cuh.
 
 int multiprocessors() {
   static const int count = [] {

@@ -7,7 +7,7 @@
 
 unsigned tail_blocks(const CudaJob& job) { return job.tails ? limited(job.piece_count, 1) : 0; }
 
-struct EncodeCall {
+struct CudaEncodeCall {
   const CudaJob& job;
   cudaStream_t stream;
   template <class B>
@@ -45,7 +45,7 @@ struct EncodeCall {
   }
 };
 
-struct DecodeCall {
+struct CudaDecodeCall {
   const CudaJob& job;
   cudaStream_t stream;
   template <class B>

@@ -82,7 +82,7 @@ class Pinned {
 };
 
 // The tensors of a plan that share a codec and an element type: one launch, or a few, for all of them.
-struct Group {
+struct LaunchGroup {
   Scheme scheme;
   DType dtype = DType::f32;
   const UnitOps* ops = nullptr;          // codecs with units of their own,
@@ -120,7 +120,7 @@ class CudaRunner final : public Runner {
     std::vector<uint64_t> hashes;
     hashes.resize(tensors);
     for (size_t i = 0; i < tensors; ++i) hashes[place_of_[i]] = layout_.regions[i].name_hash;
-    for (Group& g : groups_) {
+    for (LaunchGroup& g : groups_) {
       const bool whole = g.scheme.unit == 0;
       g.pieces_at = arena_.reserve<CudaPiece>(g.pieces.size());
       g.items_at = arena_.reserve<uint32_t>(g.item_piece.size());
@@ -134,7 +134,7 @@ class CudaRunner final : public Runner {
     arena_.fill(head_at, head_);
     arena_.fill(gaps_at, gaps);
     arena_.fill(hashes_at, hashes);
-    for (Group& g : groups_) {
+    for (LaunchGroup& g : groups_) {
       arena_.fill(g.pieces_at, g.pieces);
       arena_.fill(g.items_at, g.item_piece);
       if (g.units) g.units->place(arena_.at<std::byte>(g.units_at), stream_);
@@ -217,7 +217,7 @@ class CudaRunner final : public Runner {
     const CudaBegin begin{check_,  nullptr, call_key(stamp.seed, stamp.step, stamp.stage, stamp.rank),
                           hashes_, keys_,   static_cast<uint32_t>(n)};
     cuda_begin(begin, host_pointers_.data(), pointers_, residuals ? 3 * n : n, stream_);
-    for (const Group& g : groups_) {
+    for (const LaunchGroup& g : groups_) {
       CudaJob job = job_of(g, message.data());
       job.in = pointers_;
       job.aligned = aligned(g);
@@ -252,7 +252,7 @@ class CudaRunner final : public Runner {
     head.has_stamp = expected != nullptr;
     std::vector<CudaJob>& jobs = jobs_;
     jobs.clear();
-    for (const Group& g : groups_) {
+    for (const LaunchGroup& g : groups_) {
       jobs.push_back(job_of(g, const_cast<std::byte*>(message.data())));
       CudaJob& job = jobs.back();
       job.out = writable(pointers_);
@@ -319,7 +319,7 @@ class CudaRunner final : public Runner {
   }
 
   // Of the tensors of this call.
-  bool aligned(const Group& g) const {
+  bool aligned(const LaunchGroup& g) const {
     bool all = true;
     for (const CudaPiece& piece : g.pieces) all &= reinterpret_cast<uintptr_t>(host_pointers_[piece.tensor]) % 16 == 0;
     return all;
@@ -341,7 +341,7 @@ class CudaRunner final : public Runner {
         groups_.back().ops = region.unit;
         groups_.back().dtype = t.dtype;
       }
-      Group& g = groups_[it->second];
+      LaunchGroup& g = groups_[it->second];
       const uint64_t blocks = div_up(t.count, kBlock), items = chunked(region.scheme) ? div_up(t.count, kTile) : blocks;
       g.item_piece.insert(g.item_piece.end(), items, static_cast<uint32_t>(g.pieces.size()));
       g.pieces.push_back({t.count, t.first / kBlock, region.name_hash, region.begin, g.items, i});  // tensor: see below
@@ -350,7 +350,7 @@ class CudaRunner final : public Runner {
     }
     // Pointer tables go by group, so that a kernel finds an address without looking at the piece first.
     uint32_t next = 0;
-    for (Group& g : groups_) {
+    for (LaunchGroup& g : groups_) {
       g.first_pointer = next;
       for (CudaPiece& piece : g.pieces) {
         place_of_[piece.tensor] = next;
@@ -359,17 +359,17 @@ class CudaRunner final : public Runner {
     }
     for (uint32_t i = 0; i < layout_.tensors.size(); ++i)
       if (layout_.tensors[i].count == 0) place_of_[i] = next++;
-    for (Group& g : groups_)
+    for (LaunchGroup& g : groups_)
       if (g.ops) g.units = make_units(g);
   }
 
-  std::unique_ptr<CudaUnitGroup> make_units(const Group& g) const {
+  std::unique_ptr<CudaUnitGroup> make_units(const LaunchGroup& g) const {
     if (!g.ops->cuda)
       throw Error(ErrorKind::unsupported, "device is cuda, but a codec of the plan has no kernels", "device");
     return g.ops->cuda->make(g.scheme, g.pieces);
   }
 
-  CudaJob job_of(const Group& g, std::byte* message) const {
+  CudaJob job_of(const LaunchGroup& g, std::byte* message) const {
     CudaJob job;
     job.scheme = g.scheme;
     if (g.scheme.table) job.scheme.table = arena_.at<float>(g.table_at);
@@ -412,7 +412,7 @@ class CudaRunner final : public Runner {
   int index_;
   cudaStream_t stream_;
   std::vector<std::byte> head_;
-  std::vector<Group> groups_;
+  std::vector<LaunchGroup> groups_;
   std::vector<uint32_t> place_of_;  // tensor -> its place in the pointer tables
   Arena arena_;
   const std::byte* device_head_ = nullptr;

@@ -18,7 +18,9 @@ namespace {
 // Each of these needs the ones before it.
 // clang-format off
 #include "device/cuda_head.cuh"
-#include "device/cuda_driver.cuh"
+#include "device/cuda_load.cuh"
+#include "device/cuda_stats.cuh"
+#include "device/cuda_pack.cuh"
 #include "device/cuda_grid.cuh"
 #include "codec/casq/cuda_codes.cuh"
 #include "codec/casq/cuda_tile.cuh"

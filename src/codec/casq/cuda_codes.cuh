@@ -3,7 +3,7 @@
 // message, and written to one. The words of a full block are those of its lanes; the codes of a partial block follow
 // one another from bit 0 on.
 //
-// Included by cuda.cu inside an anonymous namespace, after cuda_driver.cuh.
+// Included by cuda.cu inside an anonymous namespace, after cuda_pack.cuh.
 
 // A 32 x 32 matrix of bits, one row per lane, transposed: bit l of lane i becomes bit i of lane l.
 __device__ __forceinline__ uint32_t transpose(uint32_t bits, uint32_t lane) {

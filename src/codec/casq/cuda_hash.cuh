@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// casq's mode=paper on a GPU: whole tensors, buckets by hash. Statistics come first (cuda_driver.cuh). Then one pass
+// casq's mode=paper on a GPU: whole tensors, buckets by hash. Statistics come first (cuda_stats.cuh). Then one pass
 // writes the codes and adds every value to its bucket by atomics, one writes the means, and with feedback one more
 // leaves the residuals.
 //

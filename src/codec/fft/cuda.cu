@@ -21,7 +21,9 @@ namespace {
 // Each of these needs the ones before it.
 // clang-format off
 #include "device/cuda_head.cuh"
-#include "device/cuda_driver.cuh"
+#include "device/cuda_load.cuh"
+#include "device/cuda_stats.cuh"
+#include "device/cuda_pack.cuh"
 #include "codec/rangefloat/range_float-inl.h"
 #include "codec/fft/transform-inl.h"
 #include "codec/fft/cuda_team.cuh"

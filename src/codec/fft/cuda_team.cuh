@@ -4,7 +4,7 @@
 // in 17 left free against bank conflicts. Bin t + kTeam * i is slot i of thread t, so a word of the bitmap is one
 // ballot.
 //
-// Included by cuda.cu inside an anonymous namespace, after cuda_driver.cuh and transform-inl.h.
+// Included by cuda.cu inside an anonymous namespace, after cuda_load.cuh and transform-inl.h.
 
 using FftC = FftParts<ScalarLane>::C;
 using FftP = FftParts<ScalarLane>;

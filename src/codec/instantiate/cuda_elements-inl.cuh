@@ -4,11 +4,11 @@
 
 #define GW_COMPILE_ELEMENT(name)                                     \
   void cuda_encode_##name(const CudaJob& job, cudaStream_t stream) { \
-    EncodeCall call{job, stream};                                    \
+    CudaEncodeCall call{job, stream};                                \
     with_##name(job.scheme, call);                                   \
   }                                                                  \
   void cuda_decode_##name(const CudaJob& job, cudaStream_t stream) { \
-    DecodeCall call{job, stream};                                    \
+    CudaDecodeCall call{job, stream};                                \
     with_##name(job.scheme, call);                                   \
   }
 #define GW_ELEMENT(name, group) GW_ELEMENT_##group(name)

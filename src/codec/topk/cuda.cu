@@ -17,8 +17,10 @@ namespace {
 // Each of these needs the ones before it.
 // clang-format off
 #include "device/cuda_head.cuh"
-#include "device/cuda_driver.cuh"
-#include "device/cuda_launch.cuh"
+#include "device/cuda_load.cuh"
+#include "device/cuda_stats.cuh"
+#include "device/cuda_pack.cuh"
+#include "device/cuda_grid.cuh"
 #include "codec/topk/cuda_kept.cuh"
 #include "codec/topk/cuda_tile.cuh"
 #include "codec/topk/cuda_whole.cuh"

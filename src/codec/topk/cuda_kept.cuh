@@ -4,7 +4,7 @@
 // Checksums are linear in the words, so that the two 16-bit indices of a word can be added by the threads that write
 // them, each for itself.
 //
-// Included by cuda.cu inside an anonymous namespace, after cuda_driver.cuh.
+// Included by cuda.cu inside an anonymous namespace, after cuda_pack.cuh.
 
 struct KeptUnit {
   uint64_t words;  // of the unit, in the body
