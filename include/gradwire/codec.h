@@ -23,6 +23,7 @@ namespace gradwire {
 
 struct Scheme;    // what a driver needs to know of a codec: src/device/scheme.h
 struct CodecDef;  // how a codec defines itself: src/codec/define.h
+struct UnitOps;   // how a codec with units of its own is run: src/codec/unit.h
 
 struct ParameterInfo {
   std::string name;
@@ -63,6 +64,7 @@ class Codec {
   Codec fitted(std::span<const uint32_t> table) const;  // throws Error{usage, "table"} naming what is wrong with it
   std::vector<std::string> describe() const;            // the table in words, for people; empty without one
   const Scheme& scheme() const;
+  const UnitOps* unit_ops() const;                         // null for codecs that turn each element into a code
   friend bool operator==(const Codec& a, const Codec& b);  // spec and table
   friend const CodecDef& definition_of(const Codec& codec);
 

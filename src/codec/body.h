@@ -23,6 +23,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "codec/rangefloat/range_float.h"
 #include "device/scheme.h"
 
 namespace gradwire {
@@ -31,10 +32,7 @@ enum class Body : uint8_t {
 #define GW_ELEMENT(name, group) name,
 #include "codec/bodies.def"
 #undef GW_ELEMENT
-  // Not element bodies: the words of these codecs stand unit after unit.
-  select,
-  clusters,
-  fft,
+  own,  // none of these: the codec has units of its own (codec/unit.h)
 };
 
 // A scheme that no dispatch knows is a mistake in the library, never in its input: it must not run as another body.

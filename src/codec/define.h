@@ -61,6 +61,7 @@ struct CodecDef {
   // Makes what learns the table while a model trains; null: the codec learns nothing. `elements` are those that one
   // rank sends with this codec in a step.
   std::unique_ptr<Fitter> (*fitter)(const Codec&, uint64_t elements, int world) = nullptr;
+  const UnitOps* unit = nullptr;  // codecs with units of their own: unit.h
 };
 
 const CodecDef& definition_of(const Codec& codec);

@@ -8,7 +8,7 @@
 #include <cmath>
 
 #include "codec/define.h"
-#include "device/regions.h"
+#include "codec/regions.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -175,7 +175,8 @@ std::string Codec::str() const { return impl_->text; }
 const std::string& Codec::name() const { return impl_->def->name; }
 Traits Codec::traits() const { return impl_->traits; }
 const Scheme& Codec::scheme() const { return impl_->scheme; }
-uint64_t Codec::bytes(uint64_t count) const { return region_words(impl_->scheme, count) * 4; }
+const UnitOps* Codec::unit_ops() const { return impl_->def->unit; }
+uint64_t Codec::bytes(uint64_t count) const { return region_words(*this, count) * 4; }
 bool Codec::has(std::string_view parameter) const { return impl_->values.text.count(std::string(parameter)) > 0; }
 
 std::string Codec::get(std::string_view parameter) const {

@@ -5,8 +5,8 @@
 
 constexpr uint32_t kFull = 0xffffffffu;
 
-// XXH64 (seed 0) of a head without its two checks, which are the last 16 bytes of the header. The first warp of the block
-// runs the hash's four chains side by side.
+// XXH64 (seed 0) of a head without its two checks, which are the last 16 bytes of the header. The first warp of the
+// block runs the hash's four chains side by side.
 __device__ uint64_t device_head_check(const std::byte* head, uint32_t bytes) {
   constexpr uint64_t p1 = 0x9e3779b185ebca87ull, p2 = 0xc2b2ae3d27d4eb4full, p3 = 0x165667b19e3779f9ull,
                      p4 = 0x85ebca77c2b2ae63ull, p5 = 0x27d4eb2f165667c5ull;

@@ -5,10 +5,9 @@
 // not-a-number marker. A unit is a bucket (a power of two below or above a block), a tile (32768 elements) or the whole
 // tensor (unit 0). What one tensor takes in the body of a message is its region, counted in 32-bit words:
 //
-//   quantised   [codes of the full blocks][codes of the last, partial block][scales, unit after unit]
-//   selected    unit after unit: [k values][k indices: two 16-bit ones per word, or 32-bit in units above 65536]
+//   [codes of the full blocks][codes of the last, partial block][scales, unit after unit]
 //
-// Codecs with another layout describe it in their own folder.
+// Codecs with units of their own (codec/unit.h) say themselves what their regions are.
 #pragma once
 
 #include <cmath>
@@ -69,20 +68,6 @@ GW_HD inline uint64_t full_words(const Scheme& s, uint64_t count) { return count
 GW_HD inline uint64_t tail_words(const Scheme& s, uint64_t count) { return div_up(count % kBlock * s.bits, 32); }
 GW_HD inline uint64_t side_offset(const Scheme& s, uint64_t count) {
   return full_words(s, count) + tail_words(s, count);
-}
-
-// Selected regions. At least one element of a unit is kept.
-GW_HD inline uint64_t kept(const Scheme& s, uint64_t elements) {
-  if (elements == 0) return 0;
-  const double want = s.ratio * static_cast<double>(elements);
-  uint64_t k = static_cast<uint64_t>(want);
-  if (static_cast<double>(k) < want) ++k;
-  return k < 1 ? 1 : k > elements ? elements : k;
-}
-GW_HD inline bool wide_indices(const Scheme& s, uint64_t count) { return unit_elements(s, count) > 65536; }
-GW_HD inline uint64_t selected_words(const Scheme& s, uint64_t count, uint64_t elements) {
-  const uint64_t k = kept(s, elements);
-  return k + (wide_indices(s, count) ? k : div_up(k, 2));
 }
 
 }  // namespace gradwire

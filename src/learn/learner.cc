@@ -135,7 +135,7 @@ void Learner::observe(Runner& runner, std::span<const uint32_t> which, uint64_t 
   s.coming.clear();
   if (s.fitter->source() == Fitter::Source::scales) {
     s.expect_scales(runner.plan(), which);
-    s.scales = runner.sides(message, which);
+    s.scales = runner.scales(message, which);
   } else {
     s.choose(runner.plan(), which, step);
     s.sample = runner.sample(tensors, residuals, s.picks);

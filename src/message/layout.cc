@@ -6,7 +6,7 @@
 
 #include <unordered_map>
 
-#include "device/regions.h"
+#include "codec/regions.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -30,7 +30,8 @@ Layout make_layout(std::vector<TensorSpec> tensors) {
       throw Error(ErrorKind::usage, fmt::format("first is {}; allowed is at most 2^40", t.first), "first");
     Region region;
     region.scheme = t.codec.scheme();
-    if (too_many(region.scheme, t.count))
+    region.unit = t.codec.unit_ops();
+    if (too_many(t.codec, t.count))
       throw Error(ErrorKind::usage,
                   fmt::format("tensor '{}' has {} elements; {} on whole tensors takes at most 2^32 - 1", t.name,
                               t.count, t.codec.name()),
@@ -51,9 +52,9 @@ Layout make_layout(std::vector<TensorSpec> tensors) {
       layout.specs.push_back(codec);
       head_bytes += spec_bytes(codec);
     }
-    const uint64_t align = region_alignment(region.scheme, t.count);
+    const uint64_t align = region_alignment(codec, t.count);
     region.begin = div_up(layout.body_words, align) * align;
-    region.words = region_words(region.scheme, t.count);
+    region.words = region_words(codec, t.count);
     layout.body_words = region.begin + region.words;
     layout.elements += t.count;
     layout.regions.push_back(region);

@@ -18,6 +18,7 @@ namespace gradwire {
 // One tensor (or piece) in the body. Offsets are in words.
 struct Region {
   Scheme scheme;
+  const UnitOps* unit = nullptr;  // codecs with units of their own; on the host only
   uint64_t name_hash = 0;
   uint64_t begin = 0, words = 0;
   uint32_t spec = 0;  // index in Layout::specs
@@ -49,8 +50,9 @@ uint64_t head_check(std::span<const std::byte> head);
 uint64_t head_body_check(std::span<const std::byte> head);
 void set_body_check(std::span<std::byte> message, uint64_t check);
 
-// Throws Error{frame} naming the field if `message` does not carry this layout (names, counts, pieces, codecs) or, where
-// given, another stamp. Element types may differ: they only say what the sender had. `head` is make_head() of the layout.
+// Throws Error{frame} naming the field if `message` does not carry this layout (names, counts, pieces, codecs) or,
+// where given, another stamp. Element types may differ: they only say what the sender had. `head` is make_head() of the
+// layout.
 void check_head(std::span<const std::byte> message, const Layout& layout, std::span<const std::byte> head,
                 const Stamp* expected);
 

@@ -11,8 +11,8 @@
 #include <cstring>
 #include <unordered_set>
 
+#include "codec/regions.h"
 #include "core/checksum.h"
-#include "device/regions.h"
 #include "gradwire/error.h"
 #include "message/layout.h"
 #include "message/wire_offsets.h"
@@ -200,14 +200,13 @@ Head read_head(std::span<const std::byte> message, const Limits& limits) {
       if (bytes[p] != std::byte{0}) refuse(field("reserved"), "is not zero");
     t.dtype = static_cast<DType>(dtype);
     t.codec = specs[spec];
-    const Scheme& scheme = t.codec.scheme();
-    if (too_many(scheme, t.count))
+    if (too_many(t.codec, t.count))
       refuse(field("count"), fmt::format("is {}; {} on whole tensors takes at most 2^32 - 1", t.count, t.codec.name()));
-    const uint64_t align = region_alignment(scheme, t.count);
+    const uint64_t align = region_alignment(t.codec, t.count);
     word = div_up(word, align) * align;
     if (offset != word * 4)
       refuse(field("offset"), fmt::format("is {} but the tensors before it end at {}", offset, word * 4));
-    word += region_words(scheme, t.count);
+    word += region_words(t.codec, t.count);
     elements += t.count;
     head.body_offsets.push_back(offset);
     head.tensors.push_back(std::move(t));

@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "codec/body.h"
+#include "codec/casq/cpu.h"
 #include "codec/casq/fitter.h"
 #include "codec/parameters.h"
 
@@ -63,7 +64,7 @@ bool paper(const Values& v) { return v.choice("mode") == "paper"; }
 Scheme scheme(const Values& v) {
   if (!paper(v) && v.choice("counts") == "on")
     throw Error(ErrorKind::usage, "counts is on; only mode=paper can send them", "counts");
-  return Scheme{.body = Body::clusters,
+  return Scheme{.body = Body::own,
                 .sums = SumKind::squares,
                 .bits = static_cast<uint8_t>(v.integer("bits")),
                 .unit = paper(v) ? 0 : kTile,
@@ -116,7 +117,8 @@ CodecDef codec_casq() {
               },
           .apply = apply,
           .describe = describe,
-          .fitter = casq_fitter};
+          .fitter = casq_fitter,
+          .unit = &kCasqUnits};
 }
 
 }  // namespace gradwire

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "codec/body.h"
+#include "codec/fft/cpu.h"
 #include "codec/fft/fitter.h"
 #include "codec/parameters.h"
 
@@ -37,7 +38,7 @@ uint32_t mantissa_of(const Values& v, Table table) {
 
 Scheme scheme(const Values& v) {
   mantissa_of(v, {});  // throws where the values do not go together
-  return Scheme{.body = Body::fft,
+  return Scheme{.body = Body::own,
                 .bits = static_cast<uint8_t>(v.choice("format") == "float" ? 32 : v.integer("bits")),
                 .unit = v.integer("chunk"),
                 .truncate = v.choice("mode") == "paper"};
@@ -84,7 +85,8 @@ CodecDef codec_fft() {
           },
       .apply = apply,
       .describe = describe,
-      .fitter = fft_fitter};
+      .fitter = fft_fitter,
+      .unit = &kFftUnits};
 }
 
 }  // namespace gradwire

@@ -6,10 +6,9 @@
 #include <cmath>
 #include <cstring>
 
-#include "codec/fft/fft_kernels.h"
+#include "codec/fft/kernels.h"
 #include "codec/rangefloat/fitter.h"
 #include "core/float_mode.h"
-#include "device/regions.h"
 
 namespace gradwire {
 namespace {

@@ -3,11 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <functional>
 #include <utility>
 
 #include "codec/body.h"
-#include "codec/casq/sketch.h"
 #include "codec/stats.h"
 #include "core/random.h"
 #include "device/kernels.h"
@@ -25,8 +23,6 @@ namespace {
 // clang-format off
 #include "codec/bodies.def"
 #include "device/cpu_driver-inl.h"
-#include "codec/topk/cpu_select-inl.h"
-#include "codec/casq/sketch_cpu-inl.h"
 #include "codec/instantiate/cpu_elements-inl.h"
 #include "codec/instantiate/cpu_table-inl.h"
 // clang-format on
@@ -58,9 +54,7 @@ const ScaleOps& scale_ops(const Scheme& s) {
     return *with_##name(s, call);
 #include "codec/bodies.def"
 #undef GW_ELEMENT
-    case Body::select:
-    case Body::clusters:
-    case Body::fft:
+    case Body::own:
       break;
   }
   refuse_body(s);

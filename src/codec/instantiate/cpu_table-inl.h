@@ -10,9 +10,7 @@ struct KernelTable {
     return encode_##name(span, whole, scratch, check);
 #include "codec/bodies.def"
 #undef GW_ELEMENT
-      case Body::select:
-      case Body::clusters:
-      case Body::fft:
+      case Body::own:
         break;
     }
     refuse_body(*span.scheme);
@@ -24,9 +22,7 @@ struct KernelTable {
     return decode_##name(span, whole, scratch);
 #include "codec/bodies.def"
 #undef GW_ELEMENT
-      case Body::select:
-      case Body::clusters:
-      case Body::fft:
+      case Body::own:
         break;
     }
     refuse_body(*span.scheme);
@@ -34,23 +30,14 @@ struct KernelTable {
   static Kernels kernels(const char* name) {
     using D = Driver<L>;
     using P = Packing<L>;
-    using S = SketchDriver<L>;
     return {name,
-            D::stage,
-            D::absmax,
-            D::sums,
+            TensorAccess<L>::load,
+            BlockStats<L>::absmax,
+            BlockStats<L>::sums,
             encode,
             decode,
-            Selection<L>::select,
-            D::put,
-            D::put_residual,
-            S::classify,
-            S::split,
-            S::merge,
-            S::count,
-            S::round,
-            S::narrow_means,
-            S::widen_means,
+            TensorAccess<L>::put,
+            TensorAccess<L>::put_residual,
             P::pack_block,
             P::unpack_block,
             P::pack_tail,

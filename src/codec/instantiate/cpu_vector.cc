@@ -5,11 +5,9 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <functional>
 #include <utility>
 
 #include "codec/body.h"
-#include "codec/casq/sketch.h"
 #include "codec/stats.h"
 #include "core/random.h"
 #include "device/kernels.h"
@@ -40,8 +38,6 @@ namespace hn = hwy::HWY_NAMESPACE;
 #include "device/hwy_lane-inl.h"
 #include "codec/bodies.def"
 #include "device/cpu_driver-inl.h"
-#include "codec/topk/cpu_select-inl.h"
-#include "codec/casq/sketch_cpu-inl.h"
 #include "codec/instantiate/cpu_table-inl.h"
 // clang-format on
 

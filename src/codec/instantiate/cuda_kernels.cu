@@ -26,7 +26,6 @@ namespace {
 #include "device/cuda_driver.cuh"
 #include "device/cuda_fast.cuh"
 #include "device/cuda_launch.cuh"
-#include "codec/topk/cuda_select.cuh"
 // clang-format on
 
 // Kernel arguments carry the addresses: unlike a copy from host memory, a launch never waits. One launch takes kPack of
@@ -99,34 +98,6 @@ __global__ void sample_kernel(const __grid_constant__ PickPack pack, DType resid
   }
 }
 
-template <bool kFeedback>
-void encode_selected(const CudaJob& job, cudaStream_t stream) {
-  if (job.scheme.unit) {
-    launch<select_tiles<kFeedback>>(job, job.items, 1, 1024, stream);
-    return;
-  }
-  const unsigned pieces = std::min(job.piece_count, 65535u);
-  launch<whole_max<kFeedback>>(job, job.items, 8, 256, stream);
-  select_begin<<<pieces, 256, 0, stream>>>(job);
-  for (const int shift : {20, 10, 0}) {
-    const int width = shift == 20 ? 11 : 10;
-    select_count<kFeedback><<<limited(div_up(job.items, 8), 4), 256, 0, stream>>>(job, shift, width);
-    select_digit<<<pieces, 256, 0, stream>>>(job, shift, width);
-  }
-  launch<select_places<kFeedback>>(job, job.items, 8, 256, stream);
-  select_scan<<<pieces, 1024, 0, stream>>>(job);
-  launch<select_emit<kFeedback>>(job, job.items, 8, 256, stream);
-  cuda_throw(cudaGetLastError(), "kernel launch");
-}
-
-void decode_selected(const CudaJob& job, cudaStream_t stream) {
-  if (job.head.expected) cuda_check_head(job, stream);
-  launch<select_fill>(job, block_count(job), 8, 256, stream);
-  const dim3 blocks(limited(job.scheme.unit ? job.items : job.piece_count, 8), job.scheme.unit ? 1 : 64);
-  select_scatter<<<blocks, 256, 0, stream>>>(job);
-  cuda_throw(cudaGetLastError(), "kernel launch");
-}
-
 }  // namespace
 
 #define GW_ELEMENT_a(name) GW_COMPILE_ELEMENT(name)
@@ -148,17 +119,8 @@ void cuda_begin(const CudaBegin& begin, const void* const* host, const void** de
 
 void cuda_encode(const CudaJob& job, cudaStream_t stream) {
   if (job.items == 0) return;
-  if (job.scheme.body == Body::clusters) return cuda_encode_sketch(job, stream);
-  if (job.scheme.unit == 0)
-    cuda_throw(cudaMemsetAsync(job.tops, 0, job.piece_count * sizeof(uint32_t), stream), "memset");
-  if (job.scheme.body == Body::select) {
-    if (job.feedback)
-      encode_selected<true>(job, stream);
-    else
-      encode_selected<false>(job, stream);
-    return;
-  }
   if (job.scheme.unit == 0) {
+    cuda_throw(cudaMemsetAsync(job.tops, 0, job.piece_count * sizeof(uint32_t), stream), "memset");
     cuda_throw(cudaMemsetAsync(job.sums, 0, job.piece_count * sizeof(CudaSums), stream), "memset");
     if (job.feedback)
       launch<whole_max<true>>(job, job.items, 8, 256, stream);
@@ -177,9 +139,7 @@ void cuda_encode(const CudaJob& job, cudaStream_t stream) {
     return cuda_encode_##name(job, stream);
 #include "codec/bodies.def"
 #undef GW_ELEMENT
-    case Body::select:
-    case Body::clusters:
-    case Body::fft:
+    case Body::own:
       break;
   }
   refuse_body(job.scheme);
@@ -187,17 +147,13 @@ void cuda_encode(const CudaJob& job, cudaStream_t stream) {
 
 void cuda_decode(const CudaJob& job, cudaStream_t stream) {
   if (job.items == 0) return;
-  if (job.scheme.body == Body::clusters) return cuda_decode_sketch(job, stream);
   switch (job.scheme.body) {
 #define GW_ELEMENT(name, group) \
   case Body::name:              \
     return cuda_decode_##name(job, stream);
 #include "codec/bodies.def"
 #undef GW_ELEMENT
-    case Body::select:
-      return decode_selected(job, stream);
-    case Body::clusters:
-    case Body::fft:
+    case Body::own:
       break;
   }
   refuse_body(job.scheme);
