@@ -67,7 +67,7 @@ def accuracy(folder, within, dry):
             add("accuracy_minus_fp32", difference, "points", target, "" if not within else "yes" if difference >= -within else "no")
         bits = statistics.mean(sum(e["bits"] for e in run["epochs"]) / len(run["epochs"]) for run in runs.values())
         add("bits_per_element", bits, "bit", note="mean over the training, sent up")
-        add("compression_ratio", 32 / bits, "1")
+        add("ratio", 32 / bits, "1")
         add("bytes_sent", statistics.mean(epoch["bytes_sent"] for epoch in last.values()), "B", note="by one worker")
     append(rows, dry)
 

@@ -8,6 +8,7 @@
 #include "bindings.h"
 #include "gradwire/learn.h"
 #include "gradwire/plan.h"
+#include "gradwire/rules.h"
 
 namespace gradwire::python {
 namespace {

@@ -19,7 +19,7 @@ void fill_gradient(std::span<float> values, uint64_t stream, int threads);
 // with the same variance, so that the mean is worth sending; layers differ in scale by up to 1000.
 std::vector<float> worker_gradients(const std::vector<NamedTensor>& tensors, int rank, uint64_t seed);
 
-// |x - y|^2 / |x|^2 in double; 0 when both are zero.
-double relative_error(std::span<const float> exact, std::span<const float> approximate);
+// ||x - y||^2 / ||x||^2 in double; 0 when both are zero. This is what the project calls "error".
+double squared_relative_error(std::span<const float> exact, std::span<const float> approximate);
 
 }  // namespace gradwire::app

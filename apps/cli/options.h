@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "bench/bed.h"
+#include "bench/backend.h"
 #include "bench/measure.h"
 
 namespace gradwire::app {
@@ -74,10 +74,10 @@ inline void add_simd(CLI::App& app, std::string& value) {
 }
 
 // --device, --threads, --simd.
-inline void add_device(CLI::App& app, BedOptions& bed) {
-  add_choice(app, "--device", bed.device, {"cpu", "cuda"}, "Where to compute; the bytes are the same");
-  add_whole(app, "--threads", bed.threads, 1, 1024, "CPU threads; the bytes are the same");
-  add_simd(app, bed.simd);
+inline void add_device(CLI::App& app, BackendOptions& backend) {
+  add_choice(app, "--device", backend.device, {"cpu", "cuda"}, "Where to compute; the bytes are the same");
+  add_whole(app, "--threads", backend.threads, 1, 1024, "CPU threads; the bytes are the same");
+  add_simd(app, backend.simd);
 }
 
 }  // namespace gradwire::app

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <memory>
 
-#include "bench/bed.h"
+#include "bench/backend.h"
 #include "cli/command.h"
 #include "cli/files.h"
 #include "cli/options.h"
@@ -28,7 +28,7 @@ struct DecodeOptions {
   uint64_t max_elements = uint64_t{1} << 32;
   uint64_t tensor = 0;
   bool tensor_chosen = false;
-  BedOptions bed;
+  BackendOptions backend;
 };
 
 float load(const std::byte* data, DType dtype, uint64_t i) {
@@ -98,12 +98,12 @@ void decode(const DecodeOptions& options) {
   std::vector<TensorSpec> tensors = head.tensors;
   for (TensorSpec& tensor : tensors) tensor.dtype = DType::f32;
   const Plan plan(tensors);
-  const std::unique_ptr<Bed> bed = make_bed(options.bed);
-  const std::unique_ptr<Runner> runner = make_runner(plan, bed->device());
+  const std::unique_ptr<BenchBackend> backend = make_backend(options.backend);
+  const std::unique_ptr<Runner> runner = make_runner(plan, backend->device());
   std::vector<void*> outputs;
-  for (const TensorSpec& tensor : tensors) outputs.push_back(bed->allocate(tensor.count * sizeof(float)));
-  auto* bytes = static_cast<std::byte*>(bed->allocate(message.size()));
-  bed->upload(bytes, message.data(), message.size());
+  for (const TensorSpec& tensor : tensors) outputs.push_back(backend->allocate(tensor.count * sizeof(float)));
+  auto* bytes = static_cast<std::byte*>(backend->allocate(message.size()));
+  backend->upload(bytes, message.data(), message.size());
   named(options.in, [&] {
     runner->decode({bytes, message.size()}, outputs);
     runner->wait();
@@ -111,7 +111,7 @@ void decode(const DecodeOptions& options) {
 
   const TensorSpec& tensor = head.tensors[chosen];
   std::vector<std::byte> data(tensor.count * sizeof(float));
-  bed->download(data.data(), outputs[chosen], data.size());
+  backend->download(data.data(), outputs[chosen], data.size());
   const bool npy = ends_with(options.out, ".npy");
   DType dtype = options.dtype.empty() ? tensor.dtype : parse_dtype(options.dtype);
   if (npy && dtype == DType::bf16) {
@@ -138,7 +138,7 @@ void decode(const DecodeOptions& options) {
 void add_decode(CLI::App& app, Action& action) {
   CLI::App* command = app.add_subcommand("decode", "Turn a frame back into floats");
   auto options = std::make_shared<DecodeOptions>();
-  options->bed.threads = machine_threads();
+  options->backend.threads = machine_threads();
   add_file(*command, "IN", options->in, "The frame, or - for stdin");
   add_file(*command, "OUT", options->out, "A .npy file to write; any other name (or - for stdout) gets raw floats");
   add_whole(*command, "--max-elements", options->max_elements, 0, UINT64_MAX, "Refuse frames that claim more elements");
@@ -146,7 +146,7 @@ void add_decode(CLI::App& app, Action& action) {
              "Type to write; as the frame says if left out");
   CLI::Option* tensor = add_whole(*command, "--tensor", options->tensor, 0, UINT64_MAX,
                                   "Which tensor of a message that holds several, from 0 on");
-  add_device(*command, options->bed);
+  add_device(*command, options->backend);
   command->footer("Example:\n  gradwire decode g.gw back.npy");
   command->callback([&action, options, tensor] {
     options->tensor_chosen = tensor->count() > 0;

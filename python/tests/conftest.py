@@ -21,7 +21,10 @@ sys.path.insert(0, str(SOURCE / "tests/wire"))  # second_decoder.py, which knows
 def pytest_configure(config):
     package = Path(gradwire.__file__).resolve()
     if SOURCE / "python" in package.parents:
-        pytest.exit(f"gradwire is imported from the source tree ({package.parent}): pip install . first, and run elsewhere", returncode=2)
+        pytest.exit(
+            f"gradwire is imported from the source tree ({package.parent}): pip install . first, and run elsewhere",
+            returncode=2,
+        )
 
 
 @pytest.fixture(scope="session")

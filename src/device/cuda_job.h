@@ -12,6 +12,7 @@
 #include "device/scheme.h"
 #include "gradwire/plan.h"
 #include "gradwire/tensor.h"
+#include "message/wire_offsets.h"
 
 namespace gradwire {
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writing goes to a temporary file in the same folder, which is flushed to the disk and then renamed over the old one;
-// the folder is flushed too, so that the name survives a power cut. Reading believes nothing that the file's own size
-// does not bear out.
+// A file is written as a whole (core/file.h). A reader trusts no number before it has been checked against the size that
+// the file really has.
 #include "feedback/residual_file.h"
 
 #include <fcntl.h>
@@ -11,13 +10,12 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <tuple>
 
+#include "core/file.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -40,7 +38,7 @@ struct FileHead {
 static_assert(sizeof(FileHead) == 48);
 
 struct FileEntry {
-  uint32_t side;
+  uint32_t direction;
   uint32_t name_bytes;
   uint64_t first;
   uint64_t count;
@@ -57,61 +55,6 @@ uint64_t head_check(const FileHead& head, std::span<const std::byte> table) {
   return XXH64(parts, sizeof parts, 0);
 }
 
-[[noreturn]] void fail(const std::string& path, const char* what, const char* field) {
-  throw Error(ErrorKind::io, fmt::format("{}: cannot {}: {}", path, what, std::strerror(errno)), field);
-}
-
-// A file under a name of its own that vanishes unless it is renamed to the name it was made for.
-class Replacement {
- public:
-  explicit Replacement(const std::string& path) : path_(path) {
-    static std::atomic<unsigned> serial{0};
-    do {
-      temporary_ = fmt::format("{}.{}.{}.tmp", path, ::getpid(), serial++);
-      file_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    } while (file_ < 0 && errno == EEXIST);
-    if (file_ < 0) fail(path_, "create a temporary file beside it", "path");
-  }
-  ~Replacement() {
-    if (file_ >= 0) ::close(file_);
-    if (!temporary_.empty()) ::unlink(temporary_.c_str());
-  }
-  Replacement(const Replacement&) = delete;
-  Replacement& operator=(const Replacement&) = delete;
-
-  void write(const void* data, size_t bytes) {
-    for (const char* at = static_cast<const char*>(data); bytes > 0;) {
-      const ssize_t n = ::write(file_, at, bytes);
-      if (n < 0 && errno == EINTR) continue;
-      if (n < 0) fail(path_, "write", "write");
-      at += n;
-      bytes -= static_cast<size_t>(n);
-    }
-  }
-
-  void finish() {
-    if (::fsync(file_) != 0) fail(path_, "flush", "fsync");
-    const int file = file_;
-    file_ = -1;
-    if (::close(file) != 0) fail(path_, "close", "close");
-    if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail(path_, "replace it", "rename");
-    temporary_.clear();
-    const size_t slash = path_.rfind('/');
-    const std::string folder = slash == std::string::npos ? "." : path_.substr(0, std::max<size_t>(slash, 1));
-    const int directory = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    const bool flushed = directory >= 0 && ::fsync(directory) == 0;
-    const int error = errno;
-    if (directory >= 0) ::close(directory);
-    errno = error;
-    // Some file systems know no fsync of a folder and say EINVAL; there is nothing more to be done there.
-    if (!flushed && error != EINVAL) fail(path_, "flush its folder", "fsync");
-  }
-
- private:
-  std::string path_, temporary_;
-  int file_ = -1;
-};
-
 }  // namespace
 
 void write_residual_file(const std::string& path, DType dtype, std::span<const ResidualEntry> entries,
@@ -119,7 +62,7 @@ void write_residual_file(const std::string& path, DType dtype, std::span<const R
   std::vector<std::byte> table;
   uint64_t bodies = 0;
   for (const ResidualEntry& entry : entries) {
-    const FileEntry row{static_cast<uint32_t>(entry.side), static_cast<uint32_t>(entry.name.size()), entry.first,
+    const FileEntry row{static_cast<uint32_t>(entry.direction), static_cast<uint32_t>(entry.name.size()), entry.first,
                         entry.count};
     const size_t at = table.size();
     table.resize(at + sizeof row + padded(entry.name.size()));
@@ -136,9 +79,9 @@ void write_residual_file(const std::string& path, DType dtype, std::span<const R
   head.file_bytes = sizeof head + table.size() + bodies;
   head.head_check = head_check(head, table);
 
-  Replacement file(path);
-  file.write(&head, sizeof head);
-  file.write(table.data(), table.size());
+  FileReplacement file(path);
+  file.write(std::as_bytes(std::span(&head, 1)));
+  file.write(table);
   std::vector<std::byte> chunk(kResidualChunk);
   for (size_t i = 0; i < entries.size(); ++i) {
     XXH64_state_t state;
@@ -150,20 +93,20 @@ void write_residual_file(const std::string& path, DType dtype, std::span<const R
       std::fill(chunk.begin() + static_cast<ptrdiff_t>(n), chunk.begin() + static_cast<ptrdiff_t>(padded(n)),
                 std::byte{0});
       XXH64_update(&state, chunk.data(), padded(n));
-      file.write(chunk.data(), padded(n));
+      file.write(std::span(chunk).first(padded(n)));
     }
     const uint64_t check = XXH64_digest(&state);
-    file.write(&check, sizeof check);
+    file.write(std::as_bytes(std::span(&check, 1)));
   }
   file.finish();
 }
 
 ResidualReader::ResidualReader(const std::string& path) : path_(path) {
   file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file_ < 0) fail(path_, "open", "path");
+  if (file_ < 0) throw_errno(path_, "open", "path");
   try {
     struct stat info;
-    if (::fstat(file_, &info) != 0) fail(path_, "read its size", "path");
+    if (::fstat(file_, &info) != 0) throw_errno(path_, "read its size", "path");
     if (!S_ISREG(info.st_mode)) refuse("path", "not a regular file");
     const auto size = static_cast<uint64_t>(info.st_size);
 
@@ -206,7 +149,7 @@ void ResidualReader::read(std::span<std::byte> bytes, const char* field) {
   while (!bytes.empty()) {
     const ssize_t n = ::read(file_, bytes.data(), bytes.size());
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0) fail(path_, "read", field);
+    if (n < 0) throw_errno(path_, "read", field);
     if (n == 0) refuse(field, "the file ends here");  // it was cut after its size was taken
     bytes = bytes.subspan(static_cast<size_t>(n));
   }
@@ -218,15 +161,17 @@ void ResidualReader::read_table(std::span<const std::byte> table, uint64_t entri
     if (table.size() < sizeof row) refuse("entries", fmt::format("is {}; the table ends after {}", entries, i));
     std::memcpy(&row, table.data(), sizeof row);
     table = table.subspan(sizeof row);
-    if (row.side > 2)
-      refuse("side", fmt::format("of entry {} is {}; allowed are 0 (up), 1 (down) and 2 (a note)", i, row.side));
-    const Side side{static_cast<uint8_t>(row.side)};
-    if (side == kNote && (row.first != 0 || row.count > (uint64_t{1} << 32) || row.count * bytes_of(dtype_) % 8 != 0))
-      refuse("count", fmt::format("of entry {} is {}, first {}; a note begins at 0 and has a multiple of 8 bytes", i,
-                                  row.count, row.first));
+    if (row.direction > 2)
+      refuse("direction",
+             fmt::format("of entry {} is {}; allowed are 0 (up), 1 (down) and 2 (extra state)", i, row.direction));
+    const Direction direction{static_cast<uint8_t>(row.direction)};
+    if (direction == kExtra &&
+        (row.first != 0 || row.count > (uint64_t{1} << 32) || row.count * bytes_of(dtype_) % 8 != 0))
+      refuse("count", fmt::format("of entry {} is {}, first {}; extra state begins at 0 and has a multiple of 8 bytes",
+                                  i, row.count, row.first));
     if (padded(row.name_bytes) > table.size())
       refuse("name_bytes", fmt::format("of entry {} is {}; the table has {} left", i, row.name_bytes, table.size()));
-    ResidualEntry entry{side, std::string(reinterpret_cast<const char*>(table.data()), row.name_bytes), row.first,
+    ResidualEntry entry{direction, std::string(reinterpret_cast<const char*>(table.data()), row.name_bytes), row.first,
                         row.count};
     for (size_t p = row.name_bytes; p < padded(row.name_bytes); ++p)
       if (table[p] != std::byte{0}) refuse("name", fmt::format("of entry {}: padding is not zero", i));
@@ -240,9 +185,9 @@ void ResidualReader::read_table(std::span<const std::byte> table, uint64_t entri
              fmt::format("of entry {} ('{}') is {}, count {}: past 2^64", i, entry.name, row.first, row.count));
     if (!entries_.empty()) {
       const ResidualEntry& last = entries_.back();
-      const bool same = std::tie(last.side, last.name) == std::tie(entry.side, entry.name);
+      const bool same = std::tie(last.direction, last.name) == std::tie(entry.direction, entry.name);
       if (same ? entry.first <= last.first || entry.first - last.first < last.count
-               : std::tie(last.side, last.name) > std::tie(entry.side, entry.name))
+               : std::tie(last.direction, last.name) > std::tie(entry.direction, entry.name))
         refuse("first",
                fmt::format("of entry {} ('{}', {}): entries must ascend and not overlap", i, entry.name, row.first));
     }

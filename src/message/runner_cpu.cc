@@ -329,8 +329,8 @@ class CpuRunner final : public Runner {
         const uint64_t units = unit_count(region.scheme, count),
                        invalid = scale_ops(region.scheme).first_invalid(region.scheme, side, units);
         if (invalid < units)
-          refuse(i, "side",
-                 fmt::format("values of unit {} are neither finite and of their sign nor the marker", invalid));
+          refuse(i, "scales",
+                 fmt::format("of unit {} are neither finite and of their sign nor the marker", invalid));
       }
     }
     for (const Task& task : tasks_) {

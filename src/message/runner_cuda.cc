@@ -247,7 +247,7 @@ class CudaRunner final : public Runner {
     }
     set_stamp(head_, stamp);
     CudaHead head = device_head(stamp);
-    std::memcpy(&head.head_check, head_.data() + 48, sizeof head.head_check);
+    std::memcpy(&head.head_check, head_.data() + wire::header::head_check, sizeof head.head_check);
     cuda_finish_encode(head, message.data(), check_, stream_);
   }
 
@@ -316,7 +316,7 @@ class CudaRunner final : public Runner {
         {kBadHead, "head", "is not this plan's, or was altered"},
         {kBadStamp, "stamp", "(step, stage, rank, world) is not the expected one"},
         {kBadBody, "body_check", "does not match: the body was altered"},
-        {kBadSide, "side", "values are neither finite and of their sign nor the marker"},
+        {kBadSide, "scales", "are neither finite and of their sign nor the marker"},
         {kBadBitmap, "bitmap", "does not have as many bits as frequencies are kept"},
         {kBadIndices, "indices", "are not increasing, or lie beyond the tensor"},
         {kBadValues, "values", "are not finite"},
@@ -419,7 +419,7 @@ class CudaRunner final : public Runner {
   }
 
   CudaHead device_head(const Stamp& stamp) const {
-    size_t specs = kHeaderBytes;
+    size_t specs = wire::header::size;
     for (const Codec& codec : layout_.specs) specs += spec_bytes(codec);
     return {device_head_,
             static_cast<uint32_t>(layout_.head_bytes),

@@ -21,7 +21,9 @@
 #include "gradwire/feedback.h"
 #include "gradwire/learn.h"
 #include "gradwire/message.h"
+#include "gradwire/rules.h"
 #include "gradwire/runner.h"
+#include "message/wire_offsets.h"
 
 namespace {
 
@@ -106,7 +108,7 @@ void fuzz_message(const uint8_t* data, size_t size) {
   Bytes message(size);
   if (size > 0) std::memcpy(message.data(), data, size);
   decode_both(message);
-  store(message, 8, uint64_t{size});  // total_bytes
+  store(message, wire::header::total_bytes, uint64_t{size});
   reseal(message);
   decode_both(message);
 }
@@ -157,12 +159,12 @@ void fuzz_mutated(Source source) {
   for (const TensorSpec& t : tensors) outputs.push_back(out.emplace_back(t.count).data());
   runner->decode(message, outputs, Write::set, &stamp);  // what we encode, we decode
 
-  const uint32_t head = load<uint32_t>(message, 44);
-  size_t table = 64;
+  const uint32_t head = load<uint32_t>(message, wire::header::head_bytes);
+  size_t table = wire::header::size;
   size_t fitted = 0;  // the last word of a codec's table, if there is one
-  for (uint32_t i = 0; i < load<uint32_t>(message, 36); ++i) {
-    const uint16_t words = load<uint16_t>(message, table + 2) / 4;
-    table += 4 + (load<uint16_t>(message, table) + 3u) / 4 * 4 + words * 4u;
+  for (uint32_t i = 0; i < load<uint32_t>(message, wire::header::spec_count); ++i) {
+    const uint16_t words = load<uint16_t>(message, table + wire::spec::table_bytes) / 4;
+    table += wire::spec::text + (load<uint16_t>(message, table) + 3u) / 4 * 4 + words * 4u;
     if (words) fitted = table - 4;
   }
   while (source.size > 0 && message.size() >= head) {
@@ -186,19 +188,19 @@ void fuzz_mutated(Source source) {
         if (words > 0) store(message, head + (words - 1 - where % 8 % words) * 4, what);
         break;
       case 4: {  // a field of the table, by a little
-        const size_t at = table + where % tensors.size() * 40 + what / 4 % 5 * 8;
+        const size_t at = table + where % tensors.size() * wire::row::size + what / 4 % 5 * 8;
         store(message, at, load<uint64_t>(message, at) ^ what % 4);
         break;
       }
       case 5:
-        store(message, 8 + where % 5 * 8, uint64_t{what});
+        store(message, wire::header::total_bytes + where % 5 * 8, uint64_t{what});
         break;
       default:
-        message.resize(64 + where % (message.size() - 63));
+        message.resize(wire::header::size + where % (message.size() - wire::header::size + 1));
         break;
     }
   }
-  if (!source.next<uint8_t>()) store(message, 8, uint64_t{message.size()});
+  if (!source.next<uint8_t>()) store(message, wire::header::total_bytes, uint64_t{message.size()});
   reseal(message);
   decode_both(message);
 

@@ -55,12 +55,12 @@ __global__ void finish_kernel(const __grid_constant__ CudaHead head, std::byte* 
     for (uint64_t w = head.gaps[2 * g] + threadIdx.x; w < head.gaps[2 * g + 1]; w += blockDim.x) body[w] = 0;
   __syncthreads();
   if (threadIdx.x == 0) {
-    *reinterpret_cast<uint64_t*>(message + 16) = head.step;
-    *reinterpret_cast<uint32_t*>(message + 24) = head.stage;
-    *reinterpret_cast<uint32_t*>(message + 28) = head.rank;
-    *reinterpret_cast<uint32_t*>(message + 32) = head.world;
-    *reinterpret_cast<uint64_t*>(message + 48) = head.head_check;
-    *reinterpret_cast<uint64_t*>(message + 56) = seal(*check, head.body_words);
+    *reinterpret_cast<uint64_t*>(message + wire::header::step) = head.step;
+    *reinterpret_cast<uint32_t*>(message + wire::header::stage) = head.stage;
+    *reinterpret_cast<uint32_t*>(message + wire::header::rank) = head.rank;
+    *reinterpret_cast<uint32_t*>(message + wire::header::world) = head.world;
+    *reinterpret_cast<uint64_t*>(message + wire::header::head_check) = head.head_check;
+    *reinterpret_cast<uint64_t*>(message + wire::header::body_check) = seal(*check, head.body_words);
   }
 }
 
@@ -71,7 +71,8 @@ __global__ void head_kernel(const __grid_constant__ CudaJob job) {
 
 __global__ void finish_decode_kernel(const __grid_constant__ CudaJob job, uint32_t* sticky, bool first) {
   uint32_t problem = *job.status;
-  if (seal(*job.check, job.head.body_words) != *reinterpret_cast<const uint64_t*>(job.message + 56))
+  if (seal(*job.check, job.head.body_words) !=
+      *reinterpret_cast<const uint64_t*>(job.message + wire::header::body_check))
     problem |= kBadBody;
   if (problem == 0) return;
   if (first && blockIdx.x == 0 && threadIdx.x == 0) atomicOr(sticky, problem);  // until wait() reads it

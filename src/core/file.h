@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// The atomic replacement of a file. The new contents go to a temporary file in the same folder; finish() flushes it to
+// the disk, renames it over the old file and flushes the folder, so that the name survives a power cut. Until then, and
+// after any failure, the old file is untouched. A path that names something else than a regular file (a device, a
+// pipe, a folder) is refused: a rename would put a file in its place.
+//
+//   FileReplacement file("state.bin");
+//   file.write(head);
+//   file.write(body);
+//   file.finish();
+//
+//   replace_file("state.json", as_bytes(std::span(text)));   // the same in one call
+//
+// Every function throws Error{io} that names the path. A FileReplacement belongs to one thread; several of them, also for
+// the same path, may be used at once, and the last one to finish wins.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+namespace gradwire {
+
+class FileReplacement {
+ public:
+  explicit FileReplacement(std::string path);
+  ~FileReplacement();  // removes the temporary file unless finish() has renamed it
+  FileReplacement(const FileReplacement&) = delete;
+  FileReplacement& operator=(const FileReplacement&) = delete;
+
+  void write(std::span<const std::byte> bytes);
+  void finish();  // once, and last
+
+  const std::string& temporary() const { return temporary_; }  // for a handler of signals that removes it
+  int descriptor() const { return file_; }
+
+ private:
+  std::string path_, temporary_;
+  int file_ = -1;
+};
+
+void replace_file(const std::string& path, std::span<const std::byte> bytes);
+
+// Flushes the entries of `folder` to the disk; without this a rename may be undone by a power cut.
+void flush_folder(const std::string& folder);
+
+// Throws Error{io} with the text of errno: "<path>: cannot <what>: <why>".
+[[noreturn]] void throw_errno(const std::string& path, const char* what, const char* field);
+
+}  // namespace gradwire
