@@ -450,8 +450,8 @@ inline Expectation expect_nuqsgd(const Codec& codec, const std::vector<double>& 
   if (codec.get("norm") == "l2") {
     double squares = 0;
     for (double v : x) squares += v * v;
-    norm = std::sqrt(squares);
-    e.slack = norm * static_cast<double>(x.size()) * 0x1p-20;  // as with qsgd
+    norm = std::min(std::sqrt(squares), 3.4028234663852886e38);  // what f32 can hold
+    e.slack = norm * static_cast<double>(x.size()) * 0x1p-20;    // as with qsgd
   }
   e.grid.push_back(0);
   for (int i = 0; i < (1 << (std::stoi(codec.get("bits")) - 1)) - 1; ++i)
