@@ -444,6 +444,28 @@ inline Expectation expect_unigrid(const Codec& codec, const std::vector<double>&
   return e;
 }
 
+inline Expectation expect_nuqsgd(const Codec& codec, const std::vector<double>& x) {
+  Expectation e;
+  double norm = largest(x);
+  if (codec.get("norm") == "l2") {
+    double squares = 0;
+    for (double v : x) squares += v * v;
+    norm = std::min(std::sqrt(squares), 3.4028234663852886e38);  // what f32 can hold
+    e.slack = norm * static_cast<double>(x.size()) * 0x1p-20;    // as with qsgd
+  }
+  e.grid.push_back(0);
+  for (int i = 0; i < (1 << (std::stoi(codec.get("bits")) - 1)) - 1; ++i)
+    e.grid.insert(e.grid.end(), {std::ldexp(norm, -i), -std::ldexp(norm, -i)});
+  std::sort(e.grid.begin(), e.grid.end());
+  e.slack += 4e-7 * norm + 0x1p-149;
+  if (codec.get("rounding") == "nearest") {
+    e.exact = true;
+    e.ties = true;
+    for (double v : x) e.value.push_back(nearest_of(e.grid, v));
+  }
+  return e;
+}
+
 // What decoding one unit may give, by the name of the codec.
 using Reference = Expectation (*)(const Codec&, const std::vector<double>&);
 inline const std::map<std::string, Reference>& references() {
@@ -462,6 +484,7 @@ inline const std::map<std::string, Reference>& references() {
       {"fft", expect_method<strongest_frequencies>},
       {"loggrid", expect_loggrid},
       {"unigrid", expect_unigrid},
+      {"nuqsgd", expect_nuqsgd},
   };
   return all;
 }

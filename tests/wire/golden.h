@@ -106,6 +106,16 @@ inline void add_methods(std::vector<Case>& all) {
   all.push_back(one("optquant_kappa0", "optquant:mode=biased,kappa=0", 300));
   all.push_back(one("optquant_bucket2048", "optquant:bucket=2048", 2500));
 
+  for (uint64_t count : {0, 1, 33, 1025}) all.push_back(one(fmt::format("nuqsgd_{}", count), "nuqsgd", count));
+  for (int bits : {2, 3, 5, 6, 7, 8})
+    all.push_back(one(fmt::format("nuqsgd_bits{}", bits), fmt::format("nuqsgd:bits={}", bits), 1061));
+  all.push_back(one("nuqsgd_bucket64", "nuqsgd:bits=3,bucket=64", 333));
+  all.push_back(one("nuqsgd_bucket2048", "nuqsgd:bucket=2048", 2500));
+  all.push_back(one("nuqsgd_l2", "nuqsgd:bits=5,norm=l2", 1100));
+  all.push_back(one("nuqsgd_nearest", "nuqsgd:rounding=nearest", 200));
+  all.push_back(one("nuqsgd_zeros", "nuqsgd:bits=3", 1056, 0.01f, Edit::zeros));
+  all.push_back(one("nuqsgd_not_finite", "nuqsgd:bucket=64", 300, 0.01f, Edit::not_finite));
+
   for (uint64_t count : {1, 33, 1025}) all.push_back(one(fmt::format("dqsgd_{}", count), "dqsgd", count));
   for (uint32_t bits = 2; bits <= 16; ++bits)
     all.push_back(one(fmt::format("dqsgd_bits{}", bits), fitted("dqsgd", {bits}), bits == 9 ? 1061 : 1030));

@@ -28,7 +28,7 @@ M32 = 2**32 - 1
 def unit_elements(spec, count):
     if spec.name in ("fp32", "fp16", "bf16") or spec.name == "dqsgd" and width(spec) == 0:
         return 1
-    if spec.name in ("qsgd", "optquant", "dqsgd"):
+    if spec.name in ("qsgd", "optquant", "dqsgd", "nuqsgd"):
         return spec.parameters["bucket"]
     if spec.name in ("rangefloat", "loggrid", "unigrid"):
         return spec.parameters["bucket"] if spec.parameters["scale"] == "bucket" else count
@@ -184,11 +184,12 @@ def decode_levels(spec, region, count, first=0):
 
 
 def decode_products(spec, region, count, first=0):
-    """optquant, loggrid: a code names a factor of the norm."""
+    """optquant, loggrid, nuqsgd: a code names a factor of the norm."""
     if spec.name == "optquant":
         factors = levels(spec)
     else:
-        powers = np.exp2(np.arange(-spec.parameters["k"], 1)).astype("<f4")
+        least = spec.parameters["k"] if spec.name == "loggrid" else 2 ** (spec.parameters["bits"] - 1) - 2
+        powers = np.exp2(np.arange(-least, 1)).astype("<f4")
         factors = np.concatenate([-powers[::-1], np.zeros(1, "<f4"), powers])
     codes, side = unpack(region, count, code_bits(spec))
     marked, norm = norms_of(spec, side)
@@ -355,7 +356,7 @@ def decode_fft(spec, region, count, first=0):
 DECODERS = {"fp32": decode_plain, "fp16": decode_plain, "bf16": decode_plain, "qsgd": decode_levels,
             "terngrad": decode_levels, "onebit": decode_onebit, "topk": decode_topk, "optquant": decode_products,
             "dqsgd": decode_levels, "rangefloat": decode_rangefloat, "loggrid": decode_products,
-            "unigrid": decode_levels, "casq": decode_casq, "fft": decode_fft}
+            "unigrid": decode_levels, "casq": decode_casq, "fft": decode_fft, "nuqsgd": decode_products}
 
 
 def decode_region(spec, region, count, first=0):

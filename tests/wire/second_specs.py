@@ -88,6 +88,7 @@ CODECS = {
     "casq": [("bits", integer(1, 4)), ("budget", real(0.0001, 1)), MODE,
              ("rule", one_of("optimal", "density", "entropy", "outliers")), ("cut", real(0, 0.9999)),
              ("counts", one_of("off", "on")), ("start", integer(0, 10**9)), REFIT],
+    "nuqsgd": [("bits", integer(2, 8)), BUCKET, NORM, ("rounding", one_of("random", "nearest"))],
     "fft": [("theta", real(0, 0.9999)), ("chunk", one_of(*(2**n for n in range(8, 13)))),
             ("format", one_of("range", "float")), ("bits", integer(4, 16)), ("mantissa", integer(0, 14)),
             ROUND_OR_PAPER, ("schedule", one_of("constant", "rate", "step")), ("smooth", real(0, 1e12)),
