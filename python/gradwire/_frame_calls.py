@@ -21,7 +21,13 @@ def _plan_for(spec: _core.TensorSpec) -> Plan:
     """Of a single tensor. With a fitted codec it is not kept: the next tensor has another table."""
     if spec.codec.table:
         return Plan([spec])
-    return _plans.get((spec.name_hash, spec.count, spec.dtype, str(spec.codec), spec.first), lambda: Plan([spec]))
+    key = (spec.name_hash, spec.count, spec.dtype, str(spec.codec), spec.first, spec.shape)
+    return _plans.get(key, lambda: Plan([spec]))
+
+
+def _shape_of(array: Any) -> List[int]:
+    """What a frame says of the shape: nothing of a scalar, of one dimension, and of more than a frame can say."""
+    return list(array.shape) if 2 <= array.ndim <= 8 else []
 
 
 def fit(codec: Union[str, _core.Codec], array: Any, *, threads: int | None = None) -> _core.Codec:
@@ -65,9 +71,9 @@ def encode(
     >>> frame = gradwire.encode(gradient, "qsgd:bits=4", seed=1)
     >>> round(8 * len(frame) / gradient.size)
     4
-    >>> restored = gradwire.decode(frame, shape=(100, 100))
-    >>> bool(abs(restored - gradient).max() < 1)
-    True
+    >>> restored = gradwire.decode(frame)
+    >>> restored.shape, bool(abs(restored - gradient).max() < 1)
+    ((100, 100), True)
 
     Of a CUDA tensor the frame stays on the GPU (`frame.tensor`), and is made on torch's current stream. The first call
     of its kind makes tables there; later ones neither allocate, the frame aside, nor wait. Fitting waits: it reads the
@@ -81,7 +87,7 @@ def encode(
         device = _arrays.device_of(view.home, _arrays.threads_for(view.size, threads))
         with _arrays.on(view.home):
             codec = _core.fit(codec, view.address, view.size, view.dtype, device)
-    plan = _plan_for(_core.TensorSpec(name, view.size, view.dtype, codec))
+    plan = _plan_for(_core.TensorSpec(name, view.size, view.dtype, codec, shape=_shape_of(view.owner)))
     return plan.encode(
         [view.owner], seed=seed, step=step, stage=stage, rank=rank, world=world, out=out, threads=threads
     )
@@ -98,11 +104,12 @@ def decode(
     wait: bool = True,
     threads: int | None = None,
 ) -> Any:
-    """The array of a frame: of the kind it was made of, flat, since a frame carries no shape.
+    """The array of a frame: of the kind and the shape that it was made of. An array of no dimension or of more than 8
+    comes back flat.
 
     frame: what `encode` returned, bytes, or an array or tensor of uint8. out: an array to write to, of the frame's
     count and any of the three dtypes, where the frame is. shape, dtype, like ("numpy" or "torch"): what is wanted
-    instead of a flat array of the dtype and kind that were encoded; bfloat16 without ml_dtypes comes as float32 in
+    instead of the shape, dtype and kind that were encoded; bfloat16 without ml_dtypes comes as float32 in
     NumPy. max_elements: a frame that says it holds more is refused before memory is taken (2**32). wait: on a GPU,
     False only enqueues, and a damaged frame then decodes to NaN. Whatever else is wrong with a frame is a FrameError
     that names the field.
@@ -126,7 +133,8 @@ def decode(
     spec = head[0]
     if target is None:
         out = _arrays.empty(spec.count, _dtype(dtype, spec.dtype, kind), kind, source.home)
-        result = out if shape is None else _shaped(out, shape)
+        wanted = shape if shape is not None else spec.shape or None
+        result = out if wanted is None else _shaped(out, wanted)
         target = _arrays.view(out, "out", writable=True)
     else:
         result = out
@@ -138,7 +146,8 @@ def decode(
                 "be in one place",
                 field="out",
             )
-    plan = _plan_for(_core.TensorSpec("", spec.count, target.dtype, spec.codec, spec.first, spec.name_hash))
+    sent = _core.TensorSpec("", spec.count, target.dtype, spec.codec, spec.first, spec.name_hash, spec.shape)
+    plan = _plan_for(sent)
     plan.decode(source.owner, [target.owner], wait=wait, threads=threads)
     return result
 
@@ -146,7 +155,7 @@ def decode(
 def decode_all(
     frame: Any, *, like: str | None = None, max_elements: int | None = None, threads: int | None = None
 ) -> List[Any]:
-    """The arrays of a message of any number of tensors, flat, in its order.
+    """The arrays of a message of any number of tensors, in its order; those without a shape in the message are flat.
 
     >>> import gradwire, numpy
     >>> plan = gradwire.Plan([("a", 3), ("b", 2, "float16", "fp16")])
@@ -155,8 +164,11 @@ def decode_all(
     ['float32', 'float16']
     """
     source, head, kind = _open(frame, like, max_elements)
-    specs = [_core.TensorSpec("", t.count, _dtype(None, t.dtype, kind), t.codec, t.first, t.name_hash) for t in head]
-    return Plan(specs).decode(source.owner, like=kind, threads=threads)
+    specs = [
+        _core.TensorSpec("", t.count, _dtype(None, t.dtype, kind), t.codec, t.first, t.name_hash, t.shape) for t in head
+    ]
+    arrays = Plan(specs).decode(source.owner, like=kind, threads=threads)
+    return [_shaped(array, t.shape) if t.shape else array for array, t in zip(arrays, head)]
 
 
 def _open(frame: Any, like: str | None, max_elements: int | None) -> Any:
