@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple, Sequence, Union
 
 from . import _arrays, _core
 from ._errors import UsageError
@@ -13,13 +13,14 @@ from ._errors import UsageError
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor of a plan; a tuple in this order does as well. `first` is for a piece of a larger one: the index of its
-    first element there."""
+    first element there. `shape`, where given, stands in the message: extents whose product is the count."""
 
     name: str
     count: int
     dtype: Any = "float32"
     codec: Union[str, _core.Codec] = "fp32"
     first: int = 0
+    shape: Sequence[int] = ()
 
 
 class Stamp(NamedTuple):
@@ -58,9 +59,9 @@ def stamp_of(seed: int, step: int, stage: int, rank: int, world: int) -> _core.S
 def core_spec(entry: Any) -> _core.TensorSpec:
     if isinstance(entry, _core.TensorSpec):
         return entry
-    if not isinstance(entry, TensorSpec) and not (isinstance(entry, (list, tuple)) and 2 <= len(entry) <= 5):
+    if not isinstance(entry, TensorSpec) and not (isinstance(entry, (list, tuple)) and 2 <= len(entry) <= 6):
         raise UsageError(
-            f"a tensor of the plan is {entry!r}; expected (name, count, dtype, codec, first)", field="tensors"
+            f"a tensor of the plan is {entry!r}; expected (name, count, dtype, codec, first, shape)", field="tensors"
         )
     spec = entry if isinstance(entry, TensorSpec) else TensorSpec(*entry)
     if not isinstance(spec.name, str):
@@ -71,4 +72,5 @@ def core_spec(entry: Any) -> _core.TensorSpec:
         _arrays.dtype_name(spec.dtype),
         codec_of(spec.codec),
         _arrays.whole(spec.first, "first", 2**40),
+        shape=[_arrays.whole(extent, "shape", 2**40) for extent in spec.shape],
     )
