@@ -29,8 +29,8 @@ class MessageBytes {
 };
 
 TensorSpec make_tensor(const std::string& name, uint64_t count, const std::string& dtype, const Codec& codec,
-                       uint64_t first, std::optional<uint64_t> name_hash) {
-  return {name, count, parse_dtype(dtype), codec, first, name_hash};
+                       uint64_t first, std::optional<uint64_t> name_hash, std::vector<uint64_t> shape) {
+  return {name, count, parse_dtype(dtype), codec, first, name_hash, std::move(shape)};
 }
 
 Head read(Address message, size_t bytes, uint64_t max_elements, uint32_t max_tensors) {
@@ -50,12 +50,15 @@ void bind_message(py::module_& module) {
   py::class_<TensorSpec>(module, "TensorSpec",
                          "A tensor of a plan, or of a message, where only the hash of its name is known.")
       .def(py::init(&make_tensor), py::arg("name"), py::arg("count"), py::arg("dtype"), py::arg("codec"),
-           py::arg("first") = 0, py::arg("name_hash") = py::none())
+           py::arg("first") = 0, py::arg("name_hash") = py::none(), py::arg("shape") = std::vector<uint64_t>{})
       .def_readonly("name", &TensorSpec::name)
       .def_readonly("count", &TensorSpec::count)
       .def_property_readonly("dtype", [](const TensorSpec& tensor) { return std::string(name_of(tensor.dtype)); })
       .def_readonly("codec", &TensorSpec::codec)
       .def_readonly("first", &TensorSpec::first)
+      .def_property_readonly(
+          "shape", [](const TensorSpec& tensor) { return py::tuple(py::cast(tensor.shape)); },
+          "The extents; empty where none were given.")
       .def_property_readonly("name_hash",
                              [](const TensorSpec& tensor) { return tensor.name_hash.value_or(hash_name(tensor.name)); })
       .def("__repr__", [](const TensorSpec& tensor) {
@@ -95,7 +98,7 @@ void bind_message(py::module_& module) {
       py::arg("message"), py::arg("nbytes"), py::arg("head"), Unlocked(), "FrameError when the body was altered.");
   module.def(
       "reseal", [](Address message, size_t bytes) { reseal(bytes_at(message, bytes)); }, py::arg("message"),
-      py::arg("nbytes"), Unlocked(), "Makes the checksums right again: for tests that lie.");
+      py::arg("nbytes"), Unlocked(), "Makes the checksums right again: for tests of malformed messages.");
 }
 
 }  // namespace gradwire::python

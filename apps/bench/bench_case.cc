@@ -8,7 +8,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "codec/half.h"
+#include "core/bits.h"
 #include "gradwire/error.h"
 
 namespace gradwire::app {
@@ -46,7 +46,7 @@ BenchCase::BenchCase(BenchBackend& backend, const std::vector<NamedTensor>& tens
       if (options.dtype == DType::f32) {
         std::memcpy(place + 4 * i, next, 4);
       } else {
-        const uint16_t bits = options.dtype == DType::f16 ? float_to_f16(*next) : float_to_bf16(*next);
+        const uint16_t bits = options.dtype == DType::f16 ? f32_to_f16(*next) : f32_to_bf16(*next);
         std::memcpy(place + 2 * i, &bits, 2);
       }
     }
@@ -118,7 +118,7 @@ std::vector<float> BenchCase::download(const void* from) {
       } else {
         uint16_t bits;
         std::memcpy(&bits, host.data() + 2 * i, 2);
-        values.push_back(options_.dtype == DType::f16 ? f16_to_float(bits) : bf16_to_float(bits));
+        values.push_back(options_.dtype == DType::f16 ? f16_to_f32(bits) : bf16_to_f32(bits));
       }
     }
   }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// `gradwire encode`: a file of floats becomes a frame (a message of one tensor). The input is a .npy file, which says
-// its own type, or raw floats whose type --dtype says.
+// `gradwire encode`: a file of floats becomes a frame, which is a message of one tensor. The input is a .npy file, whose
+// type and shape the frame keeps, or raw floats of the type --dtype.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <cstdio>
 #include <memory>
 
 #include "bench/backend.h"
@@ -11,6 +12,7 @@
 #include "cli/files.h"
 #include "cli/options.h"
 #include "codec/npy.h"
+#include "codec/output.h"
 #include "codec/packed.h"
 #include "gradwire/error.h"
 #include "gradwire/learn.h"
@@ -22,13 +24,15 @@ struct EncodeOptions {
   std::string codec, in, out, dtype, name;
   Stamp stamp;
   BackendOptions backend;
-  bool no_fit = false, pack = false;
+  bool no_fit = false, pack = false, force = false;
 };
 
 struct Input {
   DType dtype;
   uint64_t count;
   std::span<const std::byte> data;
+  std::vector<uint64_t> shape = {};
+  std::vector<std::byte> reordered = {};  // what `data` shows where the file has Fortran order
 };
 
 Input read_input(const EncodeOptions& options, std::span<const std::byte> file) {
@@ -40,7 +44,19 @@ Input read_input(const EncodeOptions& options, std::span<const std::byte> file) 
                               options.in),
                   "dtype");
     const NpyArray array = parse_npy(file, options.in);
-    return {array.dtype, array.count, array.data};
+    Input input{array.dtype, array.count, array.data, array.shape};
+    if (array.fortran_order && array.shape.size() > 1) {
+      input.reordered = in_c_order(array);
+      input.data = input.reordered;
+    }
+    if (input.shape.size() == 1) input.shape.clear();  // what a frame without a shape decodes to
+    if (input.shape.size() > kMaxDims) {
+      std::fprintf(stderr,
+                   "gradwire: note: %s has %zu dimensions; a frame keeps at most %zu, so its shape is left out\n",
+                   options.in.c_str(), input.shape.size(), kMaxDims);
+      input.shape.clear();
+    }
+    return input;
   }
   if (options.dtype.empty())
     throw Error(ErrorKind::usage,
@@ -54,6 +70,7 @@ Input read_input(const EncodeOptions& options, std::span<const std::byte> file) 
 
 void encode(const EncodeOptions& options) {
   const Codec codec = Codec::parse(options.codec);  // a wrong spec is refused before a large file is read
+  check_output(options.in, options.out, options.force);
   const std::vector<std::byte> file = read_file(options.in);
   const Input input = read_input(options, file);
   const std::unique_ptr<BenchBackend> backend = make_backend(options.backend);
@@ -61,7 +78,8 @@ void encode(const EncodeOptions& options) {
   void* tensor = backend->allocate(input.data.size());
   backend->upload(tensor, input.data.data(), input.data.size());
   const Codec fitted = options.no_fit ? codec : fit(codec, tensor, input.count, input.dtype, backend->device());
-  const Plan plan({{options.name, input.count, input.dtype, fitted}});
+  const Plan plan(
+      {{.name = options.name, .count = input.count, .dtype = input.dtype, .codec = fitted, .shape = input.shape}});
   const std::unique_ptr<Runner> runner = make_runner(plan, backend->device());
   std::vector<std::byte> frame(plan.message_bytes());
   auto* message = static_cast<std::byte*>(backend->allocate(frame.size()));
@@ -94,6 +112,7 @@ void add_encode(CLI::App& app, Action& action) {
                     "Use the codec's defaults; otherwise one that learns is fitted to IN first");
   command->add_flag("--pack", options->pack,
                     "Entropy-code the file as a whole (Zstandard); decode and inspect see it by themselves");
+  add_force(*command, options->force);
   add_device(*command, options->backend);
   command->footer("Example:\n  gradwire encode --codec qsgd:bits=4 --seed 1 --step 7 g.npy g.gw");
   command->callback([&action, options] { action = [options] { encode(*options); }; });

@@ -30,6 +30,7 @@ struct ParameterInfo {
   std::string fallback;  // the default value
   std::string allowed;   // in words, e.g. "an integer from 2 to 8"
   std::string meaning;
+  bool learning = false;  // says how the codec learns: it is no part of a message
 };
 
 struct CodecInfo {
@@ -54,6 +55,12 @@ class Codec {
   Codec();                                    // fp32
   static Codec parse(std::string_view spec);  // throws Error{usage} naming the field, the value and what is allowed
   std::string str() const;                    // parse(str()) == *this
+
+  // The spec as a message carries it: the name and the parameters that say how a step is encoded, without those that
+  // say how the sender learns. A codec can gain a learning option without a change of its messages. parse_wire() is the
+  // inverse, with the defaults of the learning parameters; it refuses a text that names one of them.
+  std::string wire_spec() const;
+  static Codec parse_wire(std::string_view spec);
   const std::string& name() const;
   Traits traits() const;
   uint64_t bytes(uint64_t count) const;  // body bytes of one tensor in a message (alignment not counted)

@@ -21,8 +21,13 @@ def _plan_for(tensor: _core.TensorSpec) -> Plan:
     """The plan of a single tensor. With a fitted codec it is not kept, because the next tensor has another table."""
     if tensor.codec.table:
         return Plan([tensor])
-    key = (tensor.name_hash, tensor.count, tensor.dtype, str(tensor.codec), tensor.first)
+    key = (tensor.name_hash, tensor.count, tensor.dtype, str(tensor.codec), tensor.first, tensor.shape)
     return _plans.get(key, lambda: Plan([tensor]))
+
+
+def _shape_of(array: Any) -> List[int]:
+    """What a frame says of the shape: nothing of a scalar, of one dimension, and of more than a frame can say."""
+    return list(array.shape) if 2 <= array.ndim <= 8 else []
 
 
 def fit(codec: Union[str, _core.Codec], array: Any, *, threads: int | None = None) -> _core.Codec:
@@ -66,9 +71,9 @@ def encode(
     >>> frame = gradwire.encode(gradient, "qsgd:bits=4", seed=1)
     >>> round(8 * len(frame) / gradient.size)
     4
-    >>> restored = gradwire.decode(frame, shape=(100, 100))
-    >>> bool(abs(restored - gradient).max() < 1)
-    True
+    >>> restored = gradwire.decode(frame)
+    >>> restored.shape, bool(abs(restored - gradient).max() < 1)
+    ((100, 100), True)
 
     Of a CUDA tensor the frame stays on the GPU (`frame.tensor`), and is made on torch's current stream. The first call
     of its kind makes tables there; later ones neither allocate, the frame aside, nor wait. Fitting waits: it reads the
@@ -82,7 +87,7 @@ def encode(
         device = _arrays.device_of(view.home, _arrays.threads_for(view.size, threads))
         with _arrays.on(view.home):
             codec = _core.fit(codec, view.address, view.size, view.dtype, device)
-    plan = _plan_for(_core.TensorSpec(name, view.size, view.dtype, codec))
+    plan = _plan_for(_core.TensorSpec(name, view.size, view.dtype, codec, shape=_shape_of(view.owner)))
     return plan.encode(
         [view.owner], seed=seed, step=step, stage=stage, rank=rank, world=world, out=out, threads=threads
     )
@@ -99,11 +104,12 @@ def decode(
     wait: bool = True,
     threads: int | None = None,
 ) -> Any:
-    """The array of a frame: of the kind it was made of, flat, since a frame carries no shape.
+    """The array of a frame: of the kind and the shape that it was made of. An array of no dimension or of more than 8
+    comes back flat.
 
     frame: what `encode` returned, bytes, or an array or tensor of uint8. out: an array to write to, of the frame's
     count and any of the three dtypes, where the frame is. shape, dtype, like ("numpy" or "torch"): what is wanted
-    instead of a flat array of the dtype and kind that were encoded; bfloat16 without ml_dtypes comes as float32 in
+    instead of the shape, dtype and kind that were encoded; bfloat16 without ml_dtypes comes as float32 in
     NumPy. max_elements: a frame that says it holds more is refused before memory is taken (2**32). wait: on a GPU,
     False only enqueues, and a damaged frame then decodes to NaN. Whatever else is wrong with a frame is a FrameError
     that names the field.
@@ -127,7 +133,8 @@ def decode(
     tensor = head[0]
     if target is None:
         out = _arrays.empty(tensor.count, _dtype(dtype, tensor.dtype, kind), kind, source.home)
-        result = out if shape is None else _shaped(out, shape)
+        wanted = shape if shape is not None else tensor.shape or None
+        result = out if wanted is None else _shaped(out, wanted)
         target = _arrays.view(out, "out", writable=True)
     else:
         result = out
@@ -139,7 +146,8 @@ def decode(
                 "be in one place",
                 field="out",
             )
-    plan = _plan_for(_core.TensorSpec("", tensor.count, target.dtype, tensor.codec, tensor.first, tensor.name_hash))
+    sent = _core.TensorSpec("", tensor.count, target.dtype, tensor.codec, tensor.first, tensor.name_hash, tensor.shape)
+    plan = _plan_for(sent)
     plan.decode(source.owner, [target.owner], wait=wait, threads=threads)
     return result
 
@@ -147,7 +155,7 @@ def decode(
 def decode_all(
     frame: Any, *, like: str | None = None, max_elements: int | None = None, threads: int | None = None
 ) -> List[Any]:
-    """The arrays of a message of any number of tensors, flat, in its order.
+    """The arrays of a message of any number of tensors, in its order; those without a shape in the message are flat.
 
     >>> import gradwire, numpy
     >>> plan = gradwire.Plan([("a", 3), ("b", 2, "float16", "fp16")])
@@ -156,8 +164,11 @@ def decode_all(
     ['float32', 'float16']
     """
     source, head, kind = _open(frame, like, max_elements)
-    tensors = [_core.TensorSpec("", t.count, _dtype(None, t.dtype, kind), t.codec, t.first, t.name_hash) for t in head]
-    return Plan(tensors).decode(source.owner, like=kind, threads=threads)
+    tensors = [
+        _core.TensorSpec("", t.count, _dtype(None, t.dtype, kind), t.codec, t.first, t.name_hash, t.shape) for t in head
+    ]
+    arrays = Plan(tensors).decode(source.owner, like=kind, threads=threads)
+    return [_shaped(array, t.shape) if t.shape else array for array, t in zip(arrays, head)]
 
 
 def _open(frame: Any, like: str | None, max_elements: int | None) -> Any:

@@ -95,7 +95,12 @@ class Plan:
             return Plan(
                 [
                     TensorSpec(
-                        t.name, t.count, t.dtype, _core.fit(t.codec, v.address, v.size, v.dtype, device), t.first
+                        t.name,
+                        t.count,
+                        t.dtype,
+                        _core.fit(t.codec, v.address, v.size, v.dtype, device),
+                        t.first,
+                        t.shape,
                     )
                     for t, v in zip(self._tensors, views)
                 ]

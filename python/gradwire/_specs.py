@@ -5,7 +5,7 @@ named."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple, Sequence, Union
 
 from . import _arrays, _core
 from ._errors import UsageError
@@ -14,13 +14,14 @@ from ._errors import UsageError
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor of a plan. A tuple in this order is accepted as well. For a chunk of a larger tensor, `first` is the
-    index of its first element there."""
+    index of its first element there. A `shape`, where given, stands in the message: its product is the count."""
 
     name: str
     count: int
     dtype: Any = "float32"
     codec: Union[str, _core.Codec] = "fp32"
     first: int = 0
+    shape: Sequence[int] = ()
 
 
 class Stamp(NamedTuple):
@@ -59,9 +60,9 @@ def stamp_of(seed: int, step: int, stage: int, rank: int, world: int) -> _core.S
 def core_spec(entry: Any) -> _core.TensorSpec:
     if isinstance(entry, _core.TensorSpec):
         return entry
-    if not isinstance(entry, TensorSpec) and not (isinstance(entry, (list, tuple)) and 2 <= len(entry) <= 5):
+    if not isinstance(entry, TensorSpec) and not (isinstance(entry, (list, tuple)) and 2 <= len(entry) <= 6):
         raise UsageError(
-            f"a tensor of the plan is {entry!r}; expected (name, count, dtype, codec, first)", field="tensors"
+            f"a tensor of the plan is {entry!r}; expected (name, count, dtype, codec, first, shape)", field="tensors"
         )
     tensor = entry if isinstance(entry, TensorSpec) else TensorSpec(*entry)
     if not isinstance(tensor.name, str):
@@ -72,4 +73,5 @@ def core_spec(entry: Any) -> _core.TensorSpec:
         _arrays.dtype_name(tensor.dtype),
         codec_of(tensor.codec),
         _arrays.whole(tensor.first, "first", 2**40),
+        shape=[_arrays.whole(extent, "shape", 2**40) for extent in tensor.shape],
     )

@@ -45,6 +45,7 @@ def test_messages_of_several_tensors_are_the_golden_ones(frame, golden):
                 tensor["dtype"],
                 codec.with_table(told["table"]) if told["table"] else codec,
                 tensor["first"],
+                tensor.get("shape", ()),
             )
         )
         if tensor["dtype"] == "bf16":
@@ -55,7 +56,7 @@ def test_messages_of_several_tensors_are_the_golden_ones(frame, golden):
     message = plan.encode(arrays, **{key: frame[key] for key in ("seed", "step", "stage", "rank", "world")})
     assert message == expected and len(message) == plan.nbytes and plan.elements == info["elements"]
     recorded = np.fromfile(golden / f"{frame['name']}.f32", "<f4")
-    as_f32 = gradwire.Plan([(name, count, "float32", codec, first) for name, count, dtype, codec, first in entries])
+    as_f32 = gradwire.Plan([(name, count, "float32", *rest) for name, count, _dtype, *rest in entries])
     np.testing.assert_array_equal(
         np.concatenate(as_f32.decode(expected) or [np.empty(0, "f4")]).view("u4"), recorded.view("u4")
     )

@@ -153,8 +153,8 @@ def test_a_flipped_bit_is_refused_wherever_it_is():
 def test_malformed_frames_with_right_checksums_are_refused():
     import malformed_frames
 
-    assert len(malformed_frames.LIES) > 100
-    for _rule, name, edit, field in malformed_frames.LIES:
+    assert len(malformed_frames.MALFORMED) > 100
+    for _rule, name, edit, field in malformed_frames.MALFORMED:
         frame = bytearray(malformed_frames.golden(name))
         edit(frame)
         frame = malformed_frames.reseal(bytes(frame))

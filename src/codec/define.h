@@ -24,7 +24,7 @@ struct Parameter {
   double low = 0, high = 0;  // numbers; both ends allowed
   std::vector<std::string> choices;
   std::string meaning;
-  bool learning = false;  // says how the codec learns, not how a step is encoded
+  bool learning = false;  // says how the codec learns, not how a step is encoded: it is no part of a message
   std::string alone;      // its value when one tensor is fitted by itself, at once; empty: the given one
 
   std::string allowed() const;                            // in words

@@ -82,9 +82,12 @@ struct Codec::Impl {
   Values values;
   Scheme scheme;
   Traits traits;
-  std::string text;
+  std::string text, wire_text;  // with all parameters; with those that a decoder needs
   std::vector<uint32_t> table;
   std::vector<float> floats;  // what scheme.table points to
+
+  // `wire`: of a message, which has no learning parameters.
+  static std::shared_ptr<const Impl> parse(std::string_view spec, bool wire);
 
   Impl(const CodecDef& d, Values v, Table t)
       : def(&d), values(std::move(v)), scheme(d.scheme(values)), traits(d.traits(values)), table(t.begin(), t.end()) {
@@ -98,11 +101,11 @@ struct Codec::Impl {
       scheme.table = floats.data();
       scheme.table_size = static_cast<uint32_t>(floats.size());
     }
-    text = d.name;
-    char separator = ':';
+    text = wire_text = d.name;
     for (const Parameter& p : d.parameters) {
-      text += fmt::format("{}{}={}", separator, p.name, values.text.at(p.name));
-      separator = ',';
+      const std::string item = fmt::format("{}={}", p.name, values.text.at(p.name));
+      text += (text.size() == d.name.size() ? ':' : ',') + item;
+      if (!p.learning) wire_text += (wire_text.size() == d.name.size() ? ':' : ',') + item;
     }
   }
 };
@@ -124,7 +127,10 @@ Codec alone_of(const Codec& codec) {
 Codec::Codec(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
 Codec::Codec() : Codec(parse("fp32")) {}
 
-Codec Codec::parse(std::string_view spec) {
+Codec Codec::parse(std::string_view spec) { return Codec(Impl::parse(spec, false)); }
+Codec Codec::parse_wire(std::string_view spec) { return Codec(Impl::parse(spec, true)); }
+
+std::shared_ptr<const Codec::Impl> Codec::Impl::parse(std::string_view spec, bool wire) {
   const std::string_view name = spec.substr(0, spec.find(':'));
   const CodecDef* def = nullptr;
   for (const CodecDef& d : definitions())
@@ -160,6 +166,9 @@ Codec Codec::parse(std::string_view spec) {
                                 : fmt::format("{} has no parameter '{}'; allowed are {}", def->name, shown(key),
                                               fmt::join(names, ", ")),
                   key);
+    if (wire && parameter->learning)
+      throw Error(ErrorKind::usage,
+                  fmt::format("{} of {} says how a sender learns and is no part of a message", key, def->name), key);
     if (equals == std::string_view::npos)
       throw Error(ErrorKind::usage, fmt::format("{} has no value; allowed is {}", key, parameter->allowed()), key);
     if (given[key]) throw Error(ErrorKind::usage, fmt::format("{} is given twice", key), key);
@@ -168,10 +177,11 @@ Codec Codec::parse(std::string_view spec) {
     given[key] = true;
     values.text[key] = parameter->canonical(std::string(item.substr(equals + 1)));
   }
-  return Codec(std::make_shared<Impl>(*def, std::move(values), Table{}));
+  return std::make_shared<Impl>(*def, std::move(values), Table{});
 }
 
 std::string Codec::str() const { return impl_->text; }
+std::string Codec::wire_spec() const { return impl_->wire_text; }
 const std::string& Codec::name() const { return impl_->def->name; }
 Traits Codec::traits() const { return impl_->traits; }
 const Scheme& Codec::scheme() const { return impl_->scheme; }
@@ -215,7 +225,8 @@ const std::vector<CodecInfo>& codecs() {
     for (const CodecDef& d : definitions()) {
       CodecInfo info{d.name, d.summary, d.example, {d.name, d.example}, {}};
       info.specs.insert(info.specs.end(), d.specs.begin(), d.specs.end());
-      for (const Parameter& p : d.parameters) info.parameters.push_back({p.name, p.fallback, p.allowed(), p.meaning});
+      for (const Parameter& p : d.parameters)
+        info.parameters.push_back({p.name, p.fallback, p.allowed(), p.meaning, p.learning});
       out.push_back(std::move(info));
     }
     return out;

@@ -59,8 +59,8 @@ __device__ uint32_t check_head(const CudaJob& job) {
         (at >= wire::header::head_check && at < wire::header::size))
       continue;
     const uint32_t got = reinterpret_cast<const uint32_t*>(message)[w];
-    const bool type = at >= head.first_tensor_at && (at - head.first_tensor_at) % wire::row::size == wire::row::spec &&
-                      (got >> 16 & 0xff) <= 2;
+    const bool type = at >= head.first_tensor_at && at < head.tensors_end &&
+                      (at - head.first_tensor_at) % wire::row::size == wire::row::spec && (got >> 16 & 0xff) <= 2;
     if ((got ^ reinterpret_cast<const uint32_t*>(head.expected)[w]) & (type ? 0xff00ffffu : 0xffffffffu))
       problem |= kBadHead;
   }

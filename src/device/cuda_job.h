@@ -52,8 +52,8 @@ struct CudaHead {
   uint64_t body_words = 0;
   const uint64_t* gaps = nullptr;  // device: pairs [from, to) of body words between regions
   uint32_t gap_count = 0;
-  bool has_stamp = false;        // decode: the stamp must be this one
-  uint32_t first_tensor_at = 0;  // byte where the tensor table begins
+  bool has_stamp = false;                         // decode: the stamp must be this one
+  uint32_t first_tensor_at = 0, tensors_end = 0;  // bytes where the tensor table begins and ends
 };
 
 struct CudaJob {

@@ -404,7 +404,8 @@ class CudaRunner final : public Runner {
             device_gaps_,
             gap_count_,
             true,
-            static_cast<uint32_t>(specs)};
+            static_cast<uint32_t>(specs),
+            static_cast<uint32_t>(specs + layout_.tensors.size() * wire::row::size)};
   }
 
   const Plan& plan_;

@@ -14,6 +14,9 @@ inline constexpr uint32_t kMagic = 0x52495747u;  // "GWIR", little-endian
 // The body begins at a multiple of this many bytes.
 inline constexpr uint32_t kHeadAlign = 32;
 
+// The list of shapes follows the tensor table: `dims` extents of every tensor that has a shape, each a u64.
+inline constexpr uint32_t kExtentBytes = 8;
+
 // The header: byte offsets from the start of the message.
 namespace header {
 inline constexpr uint32_t magic = 0;          // u32
@@ -47,7 +50,8 @@ inline constexpr uint32_t first = 16;     // u64
 inline constexpr uint32_t offset = 24;    // u64
 inline constexpr uint32_t spec = 32;      // u16
 inline constexpr uint32_t dtype = 34;     // u8
-inline constexpr uint32_t reserved = 35;  // zeros up to the end of the row
+inline constexpr uint32_t dims = 35;      // u8: how many extents the tensor has in the list of shapes; 0 for none
+inline constexpr uint32_t reserved = 36;  // zeros up to the end of the row
 inline constexpr uint32_t size = 40;
 }  // namespace row
 

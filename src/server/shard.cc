@@ -93,11 +93,11 @@ ServerShard::MessageReader& ServerShard::reader_for(std::span<const std::byte> m
     }
   std::vector<TensorSpec> specs = up_;
   for (size_t i = 0; i < specs.size(); ++i) {
-    if (codecs[i].str() != specs[i].codec.str())
-      throw Error(
-          ErrorKind::frame,
-          fmt::format("bad message: tensor[{}] is coded by {}; expected {}", i, codecs[i].str(), specs[i].codec.str()),
-          "spec");
+    if (codecs[i].wire_spec() != specs[i].codec.wire_spec())
+      throw Error(ErrorKind::frame,
+                  fmt::format("bad message: tensor[{}] is coded by {}; expected {}", i, codecs[i].wire_spec(),
+                              specs[i].codec.wire_spec()),
+                  "spec");
     specs[i].codec = codecs[i];
   }
   MessageReader reader{codecs, std::make_unique<Plan>(std::move(specs)), nullptr};

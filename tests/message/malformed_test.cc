@@ -52,7 +52,7 @@ TEST(Malformed, Magic) {
 }
 
 TEST(Malformed, Version) {
-  for (uint16_t version : {0, 2, 256, 65535})
+  for (uint16_t version : {0, 1, 3, 256, 65535})
     EXPECT_EQ(MessageBuilder("fp32", 5).set(header::version, version).field(), "version");
 }
 
@@ -247,6 +247,69 @@ TEST(Malformed, DType) {
 TEST(Malformed, Reserved) {
   for (size_t at = row::reserved; at < row::size; ++at)
     EXPECT_EQ(MessageBuilder("fp32", 5).set_row(0, at, uint8_t{1}).field(), "tensor[0].reserved");
+}
+
+MessageBuilder shaped() {
+  return MessageBuilder({{.name = "a", .count = 6, .codec = Codec(), .shape = {2, 3}},
+                         {.name = "b", .count = 5, .codec = Codec()},
+                         {.name = "c", .count = 0, .codec = Codec(), .shape = {0, 4}}});
+}
+
+TEST(Malformed, Dims) {
+  EXPECT_EQ(shaped().field(), "");
+  for (uint8_t dims : {9, 255}) EXPECT_EQ(shaped().set_row(0, row::dims, dims).field(), "tensor[0].dims");
+  // Another number of dimensions that takes as many bytes after padding reads the shapes that follow.
+  EXPECT_NE(shaped().set_row<uint8_t>(0, row::dims, 1).field(), "");
+  EXPECT_EQ(shaped().set_row<uint8_t>(1, row::dims, 8).field(), "head_bytes");
+}
+
+TEST(Malformed, Shape) {
+  const uint64_t big = uint64_t{1} << 40;
+  const auto altered = [](uint32_t tensor, uint64_t first, uint64_t second) {
+    MessageBuilder message = shaped();
+    const size_t at = message.table_at() + 3 * row::size + tensor * 2 * wire::kExtentBytes;
+    return message.set(at, first).set(at + wire::kExtentBytes, second).field();
+  };
+  EXPECT_EQ(altered(0, 3, 2), "") << "another shape of as many elements";
+  EXPECT_EQ(altered(0, 6, 2), "tensor[0].shape");
+  EXPECT_EQ(altered(0, 0, 3), "tensor[0].shape");
+  EXPECT_EQ(altered(0, big * 2, 3), "tensor[0].shape");
+  EXPECT_EQ(altered(0, uint64_t{1} << 63, 2), "tensor[0].shape") << "the product wraps to 0";
+  EXPECT_EQ(altered(0, (~uint64_t{0} / 3) * 2 + 4, 3), "tensor[0].shape");
+  EXPECT_EQ(altered(1, 5, 0), "");
+  EXPECT_EQ(altered(1, big, 0), "");
+  EXPECT_EQ(altered(1, big * 2, 0), "tensor[2].shape");
+  EXPECT_EQ(altered(1, uint64_t{1} << 32, uint64_t{1} << 32), "tensor[2].shape");
+}
+
+TEST(Malformed, LearningParametersInASpec) {
+  for (const char* text : {"optquant:bits=4,bucket=1024,mode=unbiased,kappa=0.5,workers=1,refit=100",
+                           "optquant:bits=4,bucket=1024,mode=unbiased,kappa=0.5,refit=100"}) {
+    MessageBuilder message("optquant", 40);
+    message.set_specs({text});
+    reseal(message.bytes);
+    try {
+      read_head(message.bytes);
+      ADD_FAILURE() << text;
+    } catch (const Error& e) {
+      EXPECT_EQ(e.field(), "spec");
+      EXPECT_NE(std::string(e.what()).find("says how a sender learns"), std::string::npos) << e.what();
+    }
+  }
+}
+
+// Sums of counts and offsets would wrap; a reader's own limit does not help where it is larger than any message.
+TEST(Malformed, CountsBeyondAllMessages) {
+  const Limits none{.max_elements = ~uint64_t{0}};
+  for (const uint64_t count : {kMaxElements + 1, uint64_t{1} << 62, ~uint64_t{0}})
+    EXPECT_EQ(MessageBuilder("fp32", 5).set_row(0, row::count, count).field(none), "tensor[0].count") << count;
+  MessageBuilder two({{"a", 0, DType::f32, Codec()}, {"b", 0, DType::f32, Codec()}});
+  EXPECT_EQ(two.set_row(0, row::count, uint64_t{1} << 63).set_row(1, row::count, uint64_t{1} << 63).field(none),
+            "tensor[0].count");
+  MessageBuilder sum({{"a", 0, DType::f32, Codec::parse("dqsgd").fitted(std::vector<uint32_t>{0})},
+                      {"b", 0, DType::f32, Codec::parse("dqsgd").fitted(std::vector<uint32_t>{0})}});
+  EXPECT_EQ(sum.set_row(0, row::count, kMaxElements).set_row(1, row::count, uint64_t{1}).field(none),
+            "tensor[1].count");
 }
 
 // --- memory ------------------------------------------------------------------------------------------------------

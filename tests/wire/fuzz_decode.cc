@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// libFuzzer throws bytes at everything that reads what others wrote: messages (as they come, with the checksums made
-// right, and as a freshly encoded message with some bytes changed), spec strings, rules and residual files. Only
+// libFuzzer gives arbitrary bytes to everything that reads foreign input: messages (as they come, with the checksums
+// made right, and as a freshly encoded message with some bytes changed), spec strings as users write them and as messages
+// carry them, rules, tables and residual files. Only
 // gradwire::Error may come out; another exception, a sanitizer's report or a broken promise (trap) is a finding.
 //
 // The first byte chooses the way, except that what begins with the magic is a message: the golden frames are the seeds.
@@ -113,7 +114,7 @@ void fuzz_message(const uint8_t* data, size_t size) {
   decode_both(message);
 }
 
-// An honest message of one to three tensors, some bytes of which are changed.
+// A well-formed message of one to three tensors, some bytes of which are changed.
 void fuzz_mutated(Source source) {
   static const std::vector<std::string> kSpecs = [] {
     std::vector<std::string> all;
@@ -128,6 +129,10 @@ void fuzz_mutated(Source source) {
     t.codec = Codec::parse(kSpecs[source.next<uint8_t>() % kSpecs.size()]);
     t.count = kCounts[source.next<uint8_t>() % kCounts.size()];
     t.name = std::string(1, static_cast<char>(source.next<uint8_t>()));
+    // A shape of up to 8 dimensions, most of them 1, or none.
+    const size_t dims = source.next<uint8_t>() % (kMaxDims + 1);
+    t.shape.assign(dims, 1);
+    if (dims) t.shape[source.next<uint8_t>() % dims] = t.count;
     values.emplace_back(t.count);
     // Either 16 values from the input over and over, of any kind (NaN too), or a plain ramp.
     std::array<float, 16> from;
@@ -161,7 +166,8 @@ void fuzz_mutated(Source source) {
 
   const uint32_t head = load<uint32_t>(message, wire::header::head_bytes);
   size_t table = wire::header::size;
-  size_t fitted = 0;  // the last word of a codec's table, if there is one
+  size_t fitted = 0, extents = 0;  // the last word of a codec's table, if there is one; extents in the head
+  for (const TensorSpec& t : tensors) extents += t.shape.size();
   for (uint32_t i = 0; i < load<uint32_t>(message, wire::header::spec_count); ++i) {
     const uint16_t words = load<uint16_t>(message, table + wire::spec::table_bytes) / 4;
     table += wire::spec::text + (load<uint16_t>(message, table) + 3u) / 4 * 4 + words * 4u;
@@ -171,7 +177,15 @@ void fuzz_mutated(Source source) {
     const uint8_t how = source.next<uint8_t>();
     const uint32_t where = source.next<uint32_t>(), what = source.next<uint32_t>();
     const size_t words = (message.size() - head) / 4;
-    switch (how % 8) {
+    const size_t shapes = table + tensors.size() * wire::row::size;
+    switch (how % 10) {
+      case 8:  // an extent
+        if (extents) store(message, shapes + where % extents * wire::kExtentBytes, uint64_t{what} << where % 33);
+        break;
+      case 9:  // the number of dimensions
+        store(message, table + where % tensors.size() * wire::row::size + wire::row::dims,
+              static_cast<uint8_t>(what % 10));
+        break;
       case 6:  // a word of a codec's table
         if (fitted) store(message, fitted - where % 7 * 4, what);
         break;
@@ -184,7 +198,7 @@ void fuzz_mutated(Source source) {
       case 2:
         if (words > 0) store(message, head + where % words * 4, what);
         break;
-      case 3:  // one of the last words: side values, indices
+      case 3:  // one of the last words: scales, indices
         if (words > 0) store(message, head + (words - 1 - where % 8 % words) * 4, what);
         break;
       case 4: {  // a field of the table, by a little
@@ -215,8 +229,15 @@ void fuzz_texts(const std::string& text) {
   try {
     const Codec codec = Codec::parse(text);
     promise(Codec::parse(codec.str()).str() == codec.str());
+    promise(Codec::parse_wire(codec.wire_spec()).wire_spec() == codec.wire_spec());
     codec.bytes(1234567);
     codec.describe();
+  } catch (const Error& e) {
+    promise(e.kind() == ErrorKind::usage);
+  }
+  try {  // as a message has it
+    const Codec codec = Codec::parse_wire(text);
+    promise(Codec::parse(codec.str()).wire_spec() == codec.wire_spec());
   } catch (const Error& e) {
     promise(e.kind() == ErrorKind::usage);
   }
