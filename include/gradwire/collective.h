@@ -118,7 +118,9 @@ class Reducer {
   // another step until this one is decided. With Commit::if_finite both are refused.
   void commit(uint64_t step);
   void rollback(uint64_t step);
-  uint64_t skipped() const;  // steps that were not committed because a result was not finite
+  // Steps that were not committed because a result was not finite. Without residuals and codecs that learn there is
+  // nothing to commit, and results are not checked.
+  uint64_t skipped() const;
 
   // Codecs that learn (learn.h) do so by themselves: statistics are gathered from all ranks after a step, and what was
   // learned is kept in feedback() as extra state, so that it is saved and restored with the residuals.

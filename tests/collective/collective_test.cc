@@ -404,7 +404,7 @@ TEST(Collective, BroadcastPaysItsDebts) {
 
 TEST(AllReduce, OneCallGivesTheMeanInPlace) {
   const std::vector<NamedTensor> tensors{{"data", 70'001}};
-  for (const char* codec : {"fp32", "qsgd:bits=8", "topk:k=0.1", "dqsgd:mode=paper"}) {
+  for (const char* codec : {"fp32", "qsgd:bits=8", "topk:ratio=0.1", "dqsgd:mode=paper"}) {
     PerRank<std::vector<float>> results(3);
     run_loopback(3, [&](Engine& engine) {
       const Data in = gradients(tensors, engine.rank(), 0);
