@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writing, all or nothing. The order of events is the promise:
 //
-//   path.tmp is created and locked        if another writer holds the lock, this one gives up; a file that is not locked
-//                                         was left by a writer that died
+//   path.tmp is created and locked        a lock that is held means that another writer is at work; a file without
+//                                         one was left by a writer that died
 //   it is filled and flushed              from here on it is whole
 //   path gets a second name, path.old.tmp a hard link, if the former file is to be kept
 //   path.tmp is renamed to path           the one instant at which old becomes new

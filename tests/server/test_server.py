@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameter server as a user meets it, in processes of their own: `gradwire serve`, workers by `gradwire train --server`,
-`gradwire status`. It does what the same run in one process does, also when a worker or the server is killed, or the network
-fails and heals; and what cannot be is refused with one line. No process outlives its test."""
+"""The parameter server as a user meets it, in processes of their own: `gradwire serve`, workers by
+`gradwire train --server`, and `gradwire status`. It does what the same run in one process does, also when a worker or
+the server is killed, or the network fails and heals; and what is not possible is refused with one line. No process
+outlives its test."""
 
 import json
 import os
@@ -294,8 +295,9 @@ def test_a_worker_that_stands_still_is_not_waited_for_and_then_goes_on(base):
             work(server, *base, *LONG, "--name", "still") as two:
         two.until_step(50)
         two.signal(signal.SIGSTOP)
-        at = server.until(lambda event: event["event"] == "late" and event["name"] == "still" and event["step"] >= 50)["step"]
-        one.until_step(at + 100)
+        stalled = ("late", "still")
+        late = server.until(lambda event: (event["event"], event.get("name")) == stalled and event["step"] >= 50)
+        one.until_step(late["step"] + 100)
         states = {one["name"]: one["state"] for one in status(server)["workers"]["list"]}
         assert states["still"] == "lagging" and len(states) == 2
         two.signal(signal.SIGCONT)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's checkpoint is a safetensors file to others too: a reader written here from the format's description alone
-reads what the server saved, bit for bit, and the server reads what is written here by hand, in every float type.
+"""The server's checkpoint is a safetensors file to others too: a reader written here from the format's description
+alone reads what the server saved, bit for bit, and the server reads what is written here by hand, in every float type.
 """
 
 import json
@@ -82,7 +82,8 @@ def test_another_reader_reads_what_the_server_saved(tmp_path):
 
     state = json.loads(tensors["gradwire.state"].tobytes())
     assert state["step"] == 123 and state["signature"] == {"model": "cnn", "tensors": 3}
-    assert set(state["weights"] + state["buffers"] + state["others"]) == set(tensors) - {"gradwire.state", "gradwire.check"}
+    named = set(state["weights"] + state["buffers"] + state["others"])
+    assert named == set(tensors) - {"gradwire.state", "gradwire.check"}
     first = state["workers"][0]
     assert first["sequence"] == [7, 8] and first["left"] is False
     assert [struct.unpack(">d", bytes.fromhex(x))[0] for x in first["computed"]] == [0.1, 1e300]

@@ -42,13 +42,16 @@ json worker(const std::string& id, const std::string& name, const std::string& s
 json example() {
   return json::parse(R"({"version": 1, "name": "gradwire", "mode": "sync", "state": "training", "uptime_s": 7265.5,
     "step": 1234, "durable_step": 1200, "steps_per_s": 3.25, "loss": 0.4321, "losses": [[1, 2.5], [2, 2.25]],
-    "model": {"tensors": 65, "elements": 272474, "parts": 4}, "up": "loggrid:k=2", "down": "unigrid:bits=8", "send": "weights",
+    "model": {"tensors": 65, "elements": 272474, "parts": 4}, "up": "loggrid:k=2", "down": "unigrid:bits=8",
+    "send": "weights",
     "workers": {"present": 1, "min": 2, "max": 64, "list": []},
     "bytes": {"up": 9400000, "down": 26000000, "fp32_up": 100000000, "fp32_down": 100000000},
     "staleness": {"mean": 0.5, "max": 2, "bound": null},
-    "ledger": {"computed": 100.5, "applied": 98.5, "held": 2.0, "lost": 0.0, "difference": 1e-12, "magnitude": 1000.0, "relative": 1e-15},
+    "ledger": {"computed": 100.5, "applied": 98.5, "held": 2.0, "lost": 0.0, "difference": 1e-12,
+               "magnitude": 1000.0, "relative": 1e-15},
     "refused": {"late": 2, "corrupt": 0, "token": 1, "signature": 0, "version": 0, "full": 0, "oversize": 0},
-    "checkpoint": {"path": "ps.gwc", "every": 100, "saved": 12, "failed": 0, "last_error": null, "last_s": 12.5, "bytes": 2200000},
+    "checkpoint": {"path": "ps.gwc", "every": 100, "saved": 12, "failed": 0, "last_error": null, "last_s": 12.5,
+                   "bytes": 2200000},
     "memory_bytes": 120000000, "connections": 3})");
 }
 
