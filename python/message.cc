@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages at rest: Buffer, the memory a frame lives in; TensorSpec and Plan, what a message carries; and Head, what a
+// Messages at rest: MessageBytes, the memory a frame lives in; TensorSpec and Plan, what a message carries; and Head, what a
 // message says of itself. A message is hostile until its head is read, and read_head() believes nothing in it.
 #include "gradwire/message.h"
 
@@ -13,12 +13,12 @@ namespace gradwire::python {
 namespace {
 
 // Aligned as vectors like it, and not filled with zeros: the encoder writes every byte. Read-only for Python.
-class Buffer {
+class MessageBytes {
  public:
-  explicit Buffer(size_t bytes) : bytes_(bytes), data_(::operator new (bytes ? bytes : 1, std::align_val_t{64})) {}
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { ::operator delete (data_, std::align_val_t{64}); }
+  explicit MessageBytes(size_t bytes) : bytes_(bytes), data_(::operator new (bytes ? bytes : 1, std::align_val_t{64})) {}
+  MessageBytes(const MessageBytes&) = delete;
+  MessageBytes& operator=(const MessageBytes&) = delete;
+  ~MessageBytes() { ::operator delete (data_, std::align_val_t{64}); }
   Address address() const { return reinterpret_cast<Address>(data_); }
   size_t bytes() const { return bytes_; }
   py::buffer_info info() const { return {static_cast<unsigned char*>(data_), static_cast<py::ssize_t>(bytes_), true}; }
@@ -40,12 +40,12 @@ Head read(Address message, size_t bytes, uint64_t max_elements, uint32_t max_ten
 }  // namespace
 
 void bind_message(py::module_& module) {
-  py::class_<Buffer>(module, "Buffer", py::buffer_protocol(), "Bytes that hold a message; read-only.")
+  py::class_<MessageBytes>(module, "Buffer", py::buffer_protocol(), "Bytes that hold a message; read-only.")
       .def(py::init<size_t>(), py::arg("nbytes"))
-      .def_buffer(&Buffer::info)
-      .def_property_readonly("address", &Buffer::address)
-      .def_property_readonly("nbytes", &Buffer::bytes)
-      .def("__len__", &Buffer::bytes);
+      .def_buffer(&MessageBytes::info)
+      .def_property_readonly("address", &MessageBytes::address)
+      .def_property_readonly("nbytes", &MessageBytes::bytes)
+      .def("__len__", &MessageBytes::bytes);
 
   py::class_<TensorSpec>(module, "TensorSpec",
                          "A tensor of a plan, or of a message, where only the hash of its name is known.")

@@ -50,8 +50,8 @@ def gradient():
     return np.random.default_rng(7).standard_normal(70_001).astype(np.float32)
 
 
-EVERY_CODEC = [info["example"] for info in gradwire.codecs()] + ["casq:mode=paper", "topk:ratio=0.01,mode=paper",
-                                                                "dqsgd:mode=paper", "fft:format=float"]
+# Every codec, and whatever else its definition says is worth a test.
+EVERY_CODEC = [spec for info in gradwire.codecs() for spec in dict.fromkeys([info["example"], *info["specs"]])]
 
 
 @pytest.fixture(scope="session")

@@ -79,7 +79,8 @@ def test_fp32_has_the_bits_of_plain_ddp(ranks: Ranks, world: int) -> None:
         assert equal(a["weights"], b["weights"])
 
 
-CODECS = [info["example"] for info in gradwire.codecs() if info["codec"] != "fp32"]
+# The registry's examples. A share of one per cent leaves these small layers a handful of values.
+CODECS = [info["example"].replace("ratio=0.01", "ratio=0.05") for info in gradwire.codecs() if not info["lossless"]]
 
 
 @pytest.mark.parametrize("method", ["scatter", "gather"])

@@ -192,20 +192,20 @@ class CudaRunner final : public Runner {
     size_t units = 0;
     for (uint32_t tensor : which) {
       const Scheme& scheme = layout_.regions[tensor].scheme;
-      if (scheme.side) units += unit_count(scheme, layout_.tensors[tensor].count);
+      if (scheme.scale_words) units += unit_count(scheme, layout_.tensors[tensor].count);
     }
     uint32_t* out = sides_.room<uint32_t>(units);
     size_t at = 0;
     for (uint32_t tensor : which) {
       const Scheme& scheme = layout_.regions[tensor].scheme;
-      const uint64_t count = layout_.tensors[tensor].count, here = scheme.side ? unit_count(scheme, count) : 0;
+      const uint64_t count = layout_.tensors[tensor].count, here = scheme.scale_words ? unit_count(scheme, count) : 0;
       if (here == 0) continue;
       const std::byte* from =
           message.data() + layout_.head_bytes + (layout_.regions[tensor].begin + side_offset(scheme, count)) * 4;
-      if (scheme.side == 1)
+      if (scheme.scale_words == 1)
         cuda_throw(cudaMemcpyAsync(out + at, from, here * 4, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
       else
-        cuda_throw(cudaMemcpy2DAsync(out + at, 4, from, scheme.side * 4, 4, here, cudaMemcpyDeviceToHost, stream_),
+        cuda_throw(cudaMemcpy2DAsync(out + at, 4, from, scheme.scale_words * 4, 4, here, cudaMemcpyDeviceToHost, stream_),
                    "cudaMemcpy2DAsync");
       at += here;
     }

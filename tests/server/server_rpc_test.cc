@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The server on a real network: who is let in and how it is told if not, what bytes cost, and that those who come to do harm,
-// or never say anything, or never read, harm nobody.
+// The server on a real network: which workers are let in, and what the others are told; how many bytes it takes; and
+// that clients that are hostile, or never say anything, or never read, harm no worker.
 #include "server/server_rpc_fixture.h"
 
 namespace gradwire::server {
 namespace {
 
-std::unique_ptr<Toy> make_toy(const Net& net, const Security& security = {}, uint64_t seed = 1,
-                              const Signature& signature = tiny_signature()) {
-  return std::make_unique<Toy>(net.dialer(security), signature, seed);
+std::unique_ptr<ToyWorker> make_toy(const RpcServer& net, const Security& security = {}, uint64_t seed = 1,
+                                    const Signature& signature = tiny_signature()) {
+  return std::make_unique<ToyWorker>(net.dialer(security), signature, seed);
 }
 
-void expect_work(Net& net, const Security& security = {}, uint64_t seed = 1) {
+void expect_work(RpcServer& net, const Security& security = {}, uint64_t seed = 1) {
   const auto toy = make_toy(net, security, seed);
   const uint64_t from = toy->join();
   while (toy->step < from + 3) toy->work();
@@ -21,10 +21,10 @@ void expect_work(Net& net, const Security& security = {}, uint64_t seed = 1) {
 
 // What a worker is told that is not let in. Where no answer says so, the worker tries until its patience ends.
 constexpr double kShort = 1.5;
-std::pair<ErrorKind, std::string> refusal(const Net& net, const Security& security,
+std::pair<ErrorKind, std::string> refusal(const RpcServer& net, const Security& security,
                                           const Signature& signature = tiny_signature(), const std::string& words = "",
                                           double patience_s = kPatience) {
-  Tensors weights(signature);
+  ToyTensors weights(signature);
   Client client(
       {.signature = signature, .dial = net.dialer(security), .name = "refused", .id = {}, .patience_s = patience_s});
   try {
@@ -34,10 +34,10 @@ std::pair<ErrorKind, std::string> refusal(const Net& net, const Security& securi
     EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << error.what();
     return {error.kind(), error.field()};
   }
-  return {ErrorKind::unsupported, "nobody was refused"};
+  return {ErrorKind::unsupported, "no worker was refused"};
 }
 
-using Told = std::pair<ErrorKind, std::string>;
+using RefusalReason = std::pair<ErrorKind, std::string>;
 
 std::string token_file(const std::string& name, const std::string& text) {
   const std::string path = scratch_file(name);
@@ -48,12 +48,12 @@ std::string token_file(const std::string& name, const std::string& text) {
 // Who is let in ------------------------------------------------------------------------------------------------------
 
 TEST(ServerRpc, WorkersTrainOverPlainTextTlsAndMutualTls) {
-  Net plain;
+  RpcServer plain;
   expect_work(plain);
   for (bool mutual : {false, true}) {
     ListenOptions options;
     options.security = Certificates::get().server(mutual);
-    Net net(small_hub(), options);
+    RpcServer net(small_hub(), options);
     expect_work(net, Certificates::get().worker(mutual));
     const nlohmann::json status = fetch_status({net.address(), Certificates::get().worker(mutual)}, kPatience);
     EXPECT_EQ(status["step"], 3) << mutual;
@@ -63,21 +63,21 @@ TEST(ServerRpc, WorkersTrainOverPlainTextTlsAndMutualTls) {
 TEST(ServerRpc, AServerWithACertificateOfAnotherAuthorityIsNotTrusted) {
   ListenOptions options;
   options.security = Certificates::get().server(false);
-  Net net(small_hub(), options);
+  RpcServer net(small_hub(), options);
   EXPECT_EQ(refusal(net, Certificates::get().worker(false, "other"), tiny_signature(), "certificate"),
-            Told(ErrorKind::mismatch, "tls-ca"));
+            RefusalReason(ErrorKind::mismatch, "tls-ca"));
   expect_work(net, Certificates::get().worker(false));
 }
 
 TEST(ServerRpc, AWorkerWithoutACertificateOrWithAnothersIsNotLetIn) {
   ListenOptions options;
   options.security = Certificates::get().server(true);
-  Net net(small_hub(), options);
+  RpcServer net(small_hub(), options);
   EXPECT_EQ(refusal(net, Certificates::get().worker(false), tiny_signature(), "", kShort),
-            Told(ErrorKind::engine, "server"));
-  Security stranger = Certificates::get().worker(true, "other");
-  stranger.authority = Certificates::get().file("good-ca.pem");
-  EXPECT_EQ(refusal(net, stranger, tiny_signature(), "", kShort), Told(ErrorKind::engine, "server"));
+            RefusalReason(ErrorKind::engine, "server"));
+  Security untrusted = Certificates::get().worker(true, "other");
+  untrusted.authority = Certificates::get().file("good-ca.pem");
+  EXPECT_EQ(refusal(net, untrusted, tiny_signature(), "", kShort), RefusalReason(ErrorKind::engine, "server"));
   EXPECT_EQ(net.hub.status()["workers"]["list"].size(), 0u);
   expect_work(net, Certificates::get().worker(true));
 }
@@ -85,10 +85,10 @@ TEST(ServerRpc, AWorkerWithoutACertificateOrWithAnothersIsNotLetIn) {
 TEST(ServerRpc, PlainTextToATlsServerAndTlsToAPlainServerEndWithWords) {
   ListenOptions options;
   options.security = Certificates::get().server(false);
-  Net tls(small_hub(), options), plain;
-  EXPECT_EQ(refusal(tls, {}, tiny_signature(), "", kShort), Told(ErrorKind::engine, "server"));
+  RpcServer tls(small_hub(), options), plain;
+  EXPECT_EQ(refusal(tls, {}, tiny_signature(), "", kShort), RefusalReason(ErrorKind::engine, "server"));
   EXPECT_EQ(refusal(plain, Certificates::get().worker(false), tiny_signature(), "TLS"),
-            Told(ErrorKind::mismatch, "tls-ca"));
+            RefusalReason(ErrorKind::mismatch, "tls-ca"));
   expect_work(tls, Certificates::get().worker(false));
   expect_work(plain);
 }
@@ -96,11 +96,11 @@ TEST(ServerRpc, PlainTextToATlsServerAndTlsToAPlainServerEndWithWords) {
 TEST(ServerRpc, AWrongOrMissingTokenIsRefusedAtOnceAndCounted) {
   ListenOptions options;
   options.security.token_file = token_file("token", "correct-horse\nand more\n");
-  Net net(small_hub(), options);
+  RpcServer net(small_hub(), options);
   Security wrong, longer;
   wrong.token_file = token_file("wrong", "incorrect-horse\n");
   longer.token_file = token_file("longer", "correct-horse-and-more\n");
-  const Told expected{ErrorKind::mismatch, "token"};
+  const RefusalReason expected{ErrorKind::mismatch, "token"};
   EXPECT_EQ(refusal(net, {}, tiny_signature(), "token"), expected);
   EXPECT_EQ(refusal(net, wrong, tiny_signature(), "token"), expected);
   EXPECT_EQ(refusal(net, longer, tiny_signature(), "token"), expected);
@@ -111,12 +111,12 @@ TEST(ServerRpc, AWrongOrMissingTokenIsRefusedAtOnceAndCounted) {
 }
 
 TEST(ServerRpc, AnotherModelIsRefusedWithTheFirstDifference) {
-  Net net;
+  RpcServer net;
   const auto toy = make_toy(net);
   toy->join();
   Signature other = tiny_signature();
   other.parameters[1].shape = {41};
-  EXPECT_EQ(refusal(net, {}, other, "bias"), Told(ErrorKind::mismatch, "signature"));
+  EXPECT_EQ(refusal(net, {}, other, "bias"), RefusalReason(ErrorKind::mismatch, "signature"));
   EXPECT_EQ(net.refused("signature"), 1u);
 }
 
@@ -131,13 +131,13 @@ std::string field_of(const Work& work) {
 }
 
 TEST(ServerRpc, PlainTextBeyondThisMachineMustBeAskedFor) {
-  Hub hub(small_hub());
+  ServerHub hub(small_hub());
   const auto listen = [&](const std::string& address, const Security& security) {
     return field_of([&] {
       ListenOptions options;
       options.address = address;
       options.security = security;
-      const Listener listener(hub, options);
+      const RpcListener listener(hub, options);
       EXPECT_GT(listener.port(), 0);
     });
   };
@@ -165,7 +165,7 @@ TEST(ServerRpc, PlainTextBeyondThisMachineMustBeAskedFor) {
 
 TEST(ServerRpc, SecretsThatCannotBeUsedAreNamed) {
   const Certificates& made = Certificates::get();
-  Net net;
+  RpcServer net;
   const auto with = [&](const auto& change) {
     Security security = made.worker(true);
     change(security);
@@ -179,30 +179,30 @@ TEST(ServerRpc, SecretsThatCannotBeUsedAreNamed) {
   EXPECT_EQ(with([](Security& s) { s.certificate.clear(); }), "tls-cert");
   EXPECT_EQ(with([](Security& s) { s.token_file = token_file("short", "short\n"); }), "token-file");
   EXPECT_EQ(with([](Security& s) { s.token_file = token_file("blank", "eight or more\n"); }), "token-file");
-  Hub hub(small_hub());
+  ServerHub hub(small_hub());
   ListenOptions options{.address = "127.0.0.1:0", .security = made.server(false)};
-  options.security.key = made.file("good-worker.key");  // somebody else's
-  EXPECT_EQ(field_of([&] { const Listener listener(hub, options); }), "listen");
+  options.security.key = made.file("good-worker.key");  // another certificate's
+  EXPECT_EQ(field_of([&] { const RpcListener listener(hub, options); }), "listen");
   options.security = {"", "", made.file("good-ca.pem"), "", false};
-  EXPECT_EQ(field_of([&] { const Listener listener(hub, options); }), "tls-cert");
+  EXPECT_EQ(field_of([&] { const RpcListener listener(hub, options); }), "tls-cert");
 }
 
 TEST(ServerRpc, ATakenPortIsAnError) {
-  Net net;
-  Hub hub(small_hub());
+  RpcServer net;
+  ServerHub hub(small_hub());
   ListenOptions options;
   options.address = net.address();
-  EXPECT_EQ(field_of([&] { const Listener second(hub, options); }), "listen");
+  EXPECT_EQ(field_of([&] { const RpcListener second(hub, options); }), "listen");
   expect_work(net);
 }
 
 TEST(ServerRpc, NobodyThereIsSaidAfterTheWorkersPatience) {
   std::string address;
   {
-    Net net;
+    RpcServer net;
     address = net.address();
   }
-  Tensors weights(tiny_signature());
+  ToyTensors weights(tiny_signature());
   Client client(
       {.signature = tiny_signature(), .dial = make_dialer({address, {}}), .name = "", .id = {}, .patience_s = 1});
   EXPECT_EQ(field_of([&] { client.join(weights.pointers); }), "server");
@@ -212,7 +212,7 @@ TEST(ServerRpc, NobodyThereIsSaidAfterTheWorkersPatience) {
 // Those who come to do harm ------------------------------------------------------------------------------------------
 
 TEST(ServerRpc, BytesOfNobodysProtocolHarmNobody) {
-  Net net;
+  RpcServer net;
   std::mt19937 random(1);
   for (const size_t size : {1u, 24u, 1000u, 100000u}) {
     std::string bytes(size, '\0');
@@ -228,13 +228,13 @@ TEST(ServerRpc, BytesOfNobodysProtocolHarmNobody) {
 }
 
 TEST(ServerRpc, FramesThatAreNoneEndTheirConnectionWithAReason) {
-  Net net;
+  RpcServer net;
   const auto end = [&](std::vector<std::byte> bytes) {
-    Raw raw(net.address());
+    RawRpcClient raw(net.address());
     EXPECT_TRUE(raw.write(bytes));
     return raw.finish();
   };
-  const auto head = write_head({.kind = Kind::hello}, 0);
+  const auto head = write_head({.kind = FrameKind::hello}, 0);
   const std::vector<std::byte> good(head.begin(), head.end());
   const auto changed = [&](size_t at, int value) {
     std::vector<std::byte> bytes = good;
@@ -256,20 +256,20 @@ TEST(ServerRpc, FramesThatAreNoneEndTheirConnectionWithAReason) {
     EXPECT_NE(status.error_message().find(field), std::string::npos) << status.error_message();
   }
   EXPECT_EQ(net.refused("corrupt"), 5u);
-  Raw early(net.address());
-  EXPECT_TRUE(early.write({.kind = Kind::pull}));
+  RawRpcClient early(net.address());
+  EXPECT_TRUE(early.write({.kind = FrameKind::pull}));
   EXPECT_NE(early.finish().error_message().find("hello"), std::string::npos);
-  Raw nowhere(net.address(), "/gradwire.Server/Nothing");
+  RawRpcClient nowhere(net.address(), "/gradwire.Server/Nothing");
   EXPECT_EQ(nowhere.finish().error_code(), grpc::StatusCode::UNIMPLEMENTED);
   expect_work(net);
 }
 
 TEST(ServerRpc, OversizeMessagesAreRefusedAndNotKept) {
-  Net net;
+  RpcServer net;
   expect_work(net);
   [[maybe_unused]] const double before = resident_mb();
   for (const size_t size : {kFrameHead + kMaxFrame + 1, kFrameHead + kMaxFrame + 4096}) {
-    Raw raw(net.address());
+    RawRpcClient raw(net.address());
     raw.write(std::vector<std::byte>(size));
     const grpc::Status status = raw.finish();
     EXPECT_TRUE(status.error_code() == grpc::StatusCode::INVALID_ARGUMENT ||
@@ -288,8 +288,8 @@ TEST(ServerRpc, OversizeMessagesAreRefusedAndNotKept) {
 TEST(ServerRpc, WhoDoesNotSayHelloIsSentAway) {
   ListenOptions options;
   options.hello_s = 0.5;
-  Net net(small_hub(), options);
-  Raw raw(net.address());
+  RpcServer net(small_hub(), options);
+  RawRpcClient raw(net.address());
   const grpc::Status status = raw.finish();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
   EXPECT_NE(status.error_message().find("hello"), std::string::npos) << status.error_message();
@@ -300,11 +300,11 @@ TEST(ServerRpc, ConnectionsBeyondTheLimitAreRefusedWithWords) {
   ListenOptions options;
   options.max_connections = 3;
   options.hello_s = 3600;  // none of them is sent away for its silence
-  Net net(small_hub(), options);
-  std::vector<std::unique_ptr<Raw>> idle;
-  for (int i = 0; i < 3; ++i) idle.push_back(std::make_unique<Raw>(net.address()));
+  RpcServer net(small_hub(), options);
+  std::vector<std::unique_ptr<RawRpcClient>> idle;
+  for (int i = 0; i < 3; ++i) idle.push_back(std::make_unique<RawRpcClient>(net.address()));
   EXPECT_TRUE(eventually([&] { return net.hub.status()["connections"] == 3; }));
-  EXPECT_EQ(refusal(net, {}, tiny_signature(), "3 connections"), Told(ErrorKind::mismatch, "full"));
+  EXPECT_EQ(refusal(net, {}, tiny_signature(), "3 connections"), RefusalReason(ErrorKind::mismatch, "full"));
   EXPECT_EQ(net.refused("full"), 1u);
   idle.pop_back();
   EXPECT_TRUE(eventually([&] { return net.hub.status()["connections"] == 2; }));
@@ -320,8 +320,8 @@ TEST(ServerRpc, AThousandIdleConnectionsCostLittleAreClosedAndHoldNobodyUp) {
   if (limit.rlim_cur < 3 * kIdle) GTEST_SKIP() << "this machine allows " << limit.rlim_cur << " files";
   // All of them must be open at the same time before the first is sent away for its silence. How long that takes is the
   // machine's business: where they were too late, they get twice the time.
-  std::unique_ptr<Net> net;
-  std::unique_ptr<Toy> toy;
+  std::unique_ptr<RpcServer> net;
+  std::unique_ptr<ToyWorker> toy;
   std::vector<Socket> idle;
   double before = 0;
   int most = 0;
@@ -331,7 +331,7 @@ TEST(ServerRpc, AThousandIdleConnectionsCostLittleAreClosedAndHoldNobodyUp) {
     net.reset();
     ListenOptions options;
     options.hello_s = hello_s;
-    net = std::make_unique<Net>(small_hub(), options);
+    net = std::make_unique<RpcServer>(small_hub(), options);
     toy = make_toy(*net);
     toy->join();
     toy->work();
@@ -341,7 +341,7 @@ TEST(ServerRpc, AThousandIdleConnectionsCostLittleAreClosedAndHoldNobodyUp) {
       ASSERT_TRUE(idle.back().connected()) << i;
       ASSERT_TRUE(idle.back().send(bare_call())) << i;
     }
-    const auto opened = Clock::now();
+    const auto opened = SteadyClock::now();
     while (most < kIdle && seconds_since(opened) < hello_s)
       most = std::max(most, net->hub.status()["connections"].get<int>());
   }
@@ -363,16 +363,16 @@ TEST(ServerRpc, WhoAsksAndNeverReadsIsCutOffAndCostsLittle) {
   options.stall_s = 5;
   HubOptions hub = small_hub();
   hub.deadline_s = 0.3;
-  Net net(hub, options);
+  RpcServer net(hub, options);
   const Signature signature = large_signature();
   const auto toy = make_toy(net, {}, 1, signature);
   toy->join();
   toy->work();
   const double before = resident_mb();
-  Raw raw(net.address(), kWorkMethod, 600s);
+  RawRpcClient raw(net.address(), kWorkMethod, 600s);
   ASSERT_TRUE(raw.hello(signature));
   std::thread asker([&] {  // as fast as it can, for ever; each answer would be a megabyte
-    for (int i = 0; i < 20000 && raw.write({.kind = Kind::pull, .step = 0}); ++i) {
+    for (int i = 0; i < 20000 && raw.write({.kind = FrameKind::pull, .step = 0}); ++i) {
     }
   });
   const auto vanished = [&] {
@@ -382,8 +382,8 @@ TEST(ServerRpc, WhoAsksAndNeverReadsIsCutOffAndCostsLittle) {
     return false;
   };
   double most = 0;
-  const auto until = std::chrono::steady_clock::now() + 120s;
-  while (!vanished() && std::chrono::steady_clock::now() < until) {
+  const auto until = SteadyClock::now() + 120s;
+  while (!vanished() && SteadyClock::now() < until) {
     toy->work();
     most = std::max(most, resident_mb() - before);
   }
@@ -401,8 +401,8 @@ TEST(ServerRpc, WhoAsksAndNeverReadsIsCutOffAndCostsLittle) {
 TEST(ServerRpc, SixtyFourWorkersAtOnceHoldTheSameWeights) {
   constexpr uint64_t kWorkers = 64, kSteps = 12;
   HubOptions options = small_hub(kWorkers);
-  Net net(options);
-  std::vector<std::unique_ptr<Toy>> toys;
+  RpcServer net(options);
+  std::vector<std::unique_ptr<ToyWorker>> toys;
   for (uint64_t i = 0; i < kWorkers; ++i) toys.push_back(make_toy(net, {}, i + 1));
   std::vector<std::thread> threads;
   for (auto& toy : toys)
@@ -428,10 +428,10 @@ TEST(ServerRpc, OnTheSocketThereAreHardlyMoreBytesThanInMessages) {
   for (const bool tls : {false, true}) {
     ListenOptions options;
     if (tls) options.security = Certificates::get().server(true);
-    Net net(small_hub(), options);
-    const Relay relay(net.listener.port());
+    RpcServer net(small_hub(), options);
+    const CountingProxy relay(net.listener.port());
     const Signature signature = large_signature();
-    Toy toy(make_dialer({relay.address(), tls ? Certificates::get().worker(true) : Security{}}), signature, 1);
+    ToyWorker toy(make_dialer({relay.address(), tls ? Certificates::get().worker(true) : Security{}}), signature, 1);
     toy.join();
     const auto messages = [&] { return toy.client.counts().messages_up + toy.client.counts().messages_down; };
     const uint64_t bytes_before = relay.bytes(), messages_before = messages();
@@ -448,25 +448,25 @@ TEST(ServerRpc, OnTheSocketThereAreHardlyMoreBytesThanInMessages) {
 }
 
 TEST(ServerRpc, StatusIsAskedOfAServerThatHasNoWorkers) {
-  Net net;
+  RpcServer net;
   const nlohmann::json status = fetch_status({net.address(), {}}, kPatience);
   EXPECT_EQ(status["state"], "waiting for the first worker");
   EXPECT_EQ(status["connections"], 0);
 }
 
 TEST(ServerRpc, AServerStopsWhileAWorkerWaitsAndOneThatForgotEverythingIsToldApart) {
-  auto net = std::make_unique<Net>(small_hub(2));  // the second never comes
+  auto net = std::make_unique<RpcServer>(small_hub(2));  // the second never comes
   ListenOptions options;
   options.address = net->address();
-  Toy toy(net->dialer(), tiny_signature(), 1);
+  ToyWorker toy(net->dialer(), tiny_signature(), 1);
   toy.join();
   std::string told;
   std::thread waits([&] { told = field_of([&] { toy.work(); }); });
   EXPECT_TRUE(eventually([&] { return net->hub.status()["bytes"]["up"] > 0; }));
   net->hub.stop();
   net.reset();  // returns although the worker stays
-  Hub hub(small_hub());
-  const Listener listener(hub, options);
+  ServerHub hub(small_hub());
+  const RpcListener listener(hub, options);
   waits.join();
   EXPECT_EQ(told, "server");
 }

@@ -19,7 +19,7 @@ import pytest
 import train_fixture as lab
 from train_fixture import BAD_INPUT, IO, PROGRAM, USAGE, refuse, train
 
-PEER = 6  # exit code: somebody else has failed
+PEER = 6  # exit code: a peer has failed
 SECONDS = 300  # after which a test gives up waiting; none depends on how many pass
 LONG = ["--epochs", 60]  # 960 steps, some seconds
 BASE = ["--optimizer", "qadam", "--model", "mlp:width=32,depth=1", "--workers", 2, "--threads", 1, "--batch", 16]
@@ -280,7 +280,7 @@ def test_a_network_that_is_cut_and_heals_changes_nothing(base, undisturbed):
             assert relay.stands.wait(SECONDS)
             stuck = status(server)["step"]
             time.sleep(1)  # time enough for many steps, if there were any
-            assert status(server)["step"] <= stuck + 1 < 960, "nobody goes on without the other"
+            assert status(server)["step"] <= stuck + 1 < 960, "no worker goes on without the other"
             relay.healed.set()
             ends = [one.end(), two.end()]
         assert [end["weights"] for end in ends] == [undisturbed, undisturbed]

@@ -26,15 +26,12 @@
 namespace gradwire::server {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using nlohmann::json;
 
 // The seconds after which a test gives up waiting. No test passes or fails by how much of it a machine needs.
 constexpr int kPatience = 120;
 // For tests in which the server must not be able to get rid of a slow client by waiting for its limits.
 constexpr HttpTimeouts kNoTimeouts{std::chrono::hours(1), std::chrono::hours(1), std::chrono::hours(1)};
-
-double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 json worker(const std::string& id, const std::string& name, const std::string& state = "present") {
   return {{"id", id},         {"name", name},       {"peer", "10.0.0.7:41234"}, {"state", state}, {"step", 1233},
@@ -62,9 +59,9 @@ json with_worker(const json& one) {
 }
 
 // A TCP client that does what it is told. Reads give up after kPatience.
-class Client {
+class HttpClient {
  public:
-  explicit Client(int port, int receive_buffer = 0) : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
+  explicit HttpClient(int port, int receive_buffer = 0) : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
     if (receive_buffer) ::setsockopt(socket_, SOL_SOCKET, SO_RCVBUF, &receive_buffer, sizeof receive_buffer);
     const timeval patience{kPatience, 0};
     ::setsockopt(socket_, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
@@ -74,9 +71,9 @@ class Client {
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     connected_ = ::connect(socket_, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0;
   }
-  ~Client() { ::close(socket_); }
-  Client(const Client&) = delete;
-  Client& operator=(const Client&) = delete;
+  ~HttpClient() { ::close(socket_); }
+  HttpClient(const HttpClient&) = delete;
+  HttpClient& operator=(const HttpClient&) = delete;
 
   bool connected() const { return connected_; }
   bool send(std::string_view text) {
@@ -117,7 +114,7 @@ class Client {
 
 std::string request(int port, const std::string& path, const std::string& method = "GET",
                     const std::string& body = "") {
-  Client client(port);
+  HttpClient client(port);
   std::string text = method + " " + path + " HTTP/1.1\r\nHost: x\r\nConnection: close\r\n";
   if (!body.empty()) text += "Content-Length: " + std::to_string(body.size()) + "\r\n";
   client.send(text + "\r\n" + body);
@@ -196,15 +193,15 @@ TEST(Watch, AStatusThatFailsIsSaidAndRecovers) {
   EXPECT_EQ(body(answer), "no status: the disk is on fire\n");
   EXPECT_EQ(code(request(watch.port(), "/healthz")), 200);
   fails = false;
-  const auto start = Clock::now();
+  const auto start = SteadyClock::now();
   int last = 0;
-  while (last != 200 && since(start) < kPatience) last = code(request(watch.port(), "/status.json"));
+  while (last != 200 && seconds_since(start) < kPatience) last = code(request(watch.port(), "/status.json"));
   EXPECT_EQ(last, 200);
 }
 
 TEST(Watch, AConnectionServesManyRequestsAlsoWhenTheyComeTogether) {
   const Watch watch("127.0.0.1", 0, example);
-  Client client(watch.port());
+  HttpClient client(watch.port());
   for (int i = 0; i < 50; ++i) {
     ASSERT_TRUE(client.send("GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"));
     ASSERT_EQ(body(client.read_one()), "ok\n") << i;
@@ -227,7 +224,7 @@ TEST(Watch, ATakenPortIsAnErrorThatNamesAddressAndReason) {
     EXPECT_EQ(error.kind(), ErrorKind::io);
     EXPECT_EQ(error.field(), "watch");
     EXPECT_EQ(error.what(),
-              "watch: cannot listen on 127.0.0.1:" + std::to_string(first.port()) + ": Address already in use");
+              "watch: cannot listen on 127.0.0.1:" + std::to_string(first.port()) + ": HostPort already in use");
   }
   EXPECT_EQ(code(request(first.port(), "/healthz")), 200);
 }
@@ -262,7 +259,7 @@ TEST(Watch, AHundredPollersCostFewStatuses) {
     ++calls;
     return example();
   });
-  const auto start = Clock::now();
+  const auto start = SteadyClock::now();
   std::atomic<int> good = 0;
   std::vector<std::thread> pollers;
   for (int t = 0; t < 10; ++t)
@@ -272,17 +269,18 @@ TEST(Watch, AHundredPollersCostFewStatuses) {
   for (std::thread& poller : pollers) poller.join();
   EXPECT_EQ(good, 100);
   EXPECT_GE(calls, 1);
-  EXPECT_LE(calls, 1 + since(start) / 0.25);
+  EXPECT_LE(calls, 1 + seconds_since(start) / 0.25);
 }
 
 TEST(Watch, AnOldStatusIsMadeAgain) {
   std::atomic<int> calls = 0;
   const Watch watch("127.0.0.1", 0, [&] { return json{{"step", ++calls}}; });
-  const auto start = Clock::now();
+  const auto start = SteadyClock::now();
   int step = 0;
-  while (step < 3 && since(start) < kPatience) step = json::parse(body(request(watch.port(), "/status.json")))["step"];
+  while (step < 3 && seconds_since(start) < kPatience)
+    step = json::parse(body(request(watch.port(), "/status.json")))["step"];
   EXPECT_EQ(step, 3);
-  EXPECT_GE(since(start), 0.49) << "two times 250 ms";
+  EXPECT_GE(seconds_since(start), 0.49) << "two times 250 ms";
 }
 
 TEST(Watch, SlowAndSilentClientsDoNotKeepOthersWaiting) {
@@ -294,9 +292,9 @@ TEST(Watch, SlowAndSilentClientsDoNotKeepOthersWaiting) {
         return status;
       },
       kNoTimeouts);
-  std::vector<std::unique_ptr<Client>> slow;
+  std::vector<std::unique_ptr<HttpClient>> slow;
   for (int i = 0; i < 60; ++i) {
-    slow.push_back(std::make_unique<Client>(watch.port(), i % 3 == 0 ? 4096 : 0));
+    slow.push_back(std::make_unique<HttpClient>(watch.port(), i % 3 == 0 ? 4096 : 0));
     if (i % 3 == 0) slow.back()->send("GET /status.json HTTP/1.1\r\n\r\n");  // and never reads
     if (i % 3 == 1) slow.back()->send("GET /healthz HTT");                   // and never ends
   }
@@ -308,31 +306,31 @@ TEST(Watch, ARequestThatTricklesInIsCutOff) {
   HttpTimeouts timeouts = kNoTimeouts;
   timeouts.arrival = std::chrono::milliseconds(500);
   const Watch watch("127.0.0.1", 0, example, timeouts);
-  Client client(watch.port());
-  const auto start = Clock::now();
+  HttpClient client(watch.port());
+  const auto start = SteadyClock::now();
   bool open = client.send("GET / HTTP/1.1\r\nX: ");
-  while (open && since(start) < kPatience) {
+  while (open && seconds_since(start) < kPatience) {
     open = client.send("a");
     std::this_thread::sleep_for(std::chrono::milliseconds(50));  // bytes keep coming, and do not buy it more time
   }
   EXPECT_FALSE(open);
-  EXPECT_GE(since(start), 0.49);
+  EXPECT_GE(seconds_since(start), 0.49);
 }
 
 TEST(Watch, TheConnectionBeyondTheLimitIsRefusedUnlessOneIsIdle) {
   const Watch watch("127.0.0.1", 0, example, kNoTimeouts);
-  std::vector<std::unique_ptr<Client>> busy;
+  std::vector<std::unique_ptr<HttpClient>> busy;
   for (size_t i = 0; i < HttpServer::kMaxConnections; ++i) {
-    busy.push_back(std::make_unique<Client>(watch.port()));
+    busy.push_back(std::make_unique<HttpClient>(watch.port()));
     ASSERT_TRUE(busy.back()->send("GET /healthz HTTP/1.1\r\n\r\n"));
     ASSERT_EQ(code(busy.back()->read_one()), 200);
   }
   EXPECT_EQ(code(request(watch.port(), "/healthz")), 200) << "the oldest idle one made room";
   EXPECT_EQ(busy.front()->read_all(), "");
   busy.erase(busy.begin());
-  while (busy.size() < HttpServer::kMaxConnections) busy.push_back(std::make_unique<Client>(watch.port()));
+  while (busy.size() < HttpServer::kMaxConnections) busy.push_back(std::make_unique<HttpClient>(watch.port()));
   for (auto& client : busy) ASSERT_TRUE(client->send("GET /healthz"));
-  Client last(watch.port());
+  HttpClient last(watch.port());
   EXPECT_EQ(code(last.read_all()), 503);
   for (auto& client : busy) {
     ASSERT_TRUE(client->send(" HTTP/1.1\r\n\r\n"));
@@ -359,7 +357,7 @@ TEST(Watch, RequestsThatAreTooLongOrNoHttpAreRefused) {
       {std::string("GET /\0 HTTP/1.0\r\n\r\n", 19), 404},
   };
   for (const auto& [text, status] : requests) {
-    Client client(watch.port());
+    HttpClient client(watch.port());
     client.send(text);
     EXPECT_EQ(code(client.read_all()), status) << text.substr(0, 60);
   }
@@ -368,9 +366,9 @@ TEST(Watch, RequestsThatAreTooLongOrNoHttpAreRefused) {
 
 TEST(Watch, StoppingDoesNotWaitForClients) {
   auto watch = std::make_unique<Watch>("127.0.0.1", 0, example, kNoTimeouts);
-  std::vector<std::unique_ptr<Client>> clients;
+  std::vector<std::unique_ptr<HttpClient>> clients;
   for (int i = 0; i < 10; ++i) {
-    clients.push_back(std::make_unique<Client>(watch->port()));
+    clients.push_back(std::make_unique<HttpClient>(watch->port()));
     clients.back()->send(i % 2 ? "GET /status.json HTTP/1.1\r\n\r\n" : "GET /stat");
   }
   std::promise<void> stopped;
@@ -488,7 +486,7 @@ TEST(StatusText, ReadsAsItShould) {
       "speed       3.25 steps/s\n"
       "loss        0.4321\n"
       "workers     1 present, 2 needed, 64 at most\n"
-      "model       65 tensors, 272,474 elements, 4 parts\n"
+      "model       65 tensors, 272,474 elements, 4 shards\n"
       "codecs      up loggrid:k=2, down unigrid:bits=8 (weights)\n"
       "bytes up    9.4 MB, 0.094 of fp32\n"
       "bytes down  26 MB, 0.260 of fp32\n"

@@ -21,6 +21,7 @@
 #include "gradwire/feedback.h"
 #include "gradwire/learn.h"
 #include "gradwire/message.h"
+#include "gradwire/rules.h"
 #include "gradwire/runner.h"
 #include "message/wire_offsets.h"
 
@@ -114,52 +115,11 @@ void fuzz_message(const uint8_t* data, size_t size) {
 
 // An honest message of one to three tensors, some bytes of which are changed.
 void fuzz_mutated(Source source) {
-  static constexpr std::array kSpecs = {"fp32",
-                                        "fp16",
-                                        "bf16",
-                                        "qsgd",
-                                        "qsgd:bits=2",
-                                        "qsgd:bits=3",
-                                        "qsgd:bits=5",
-                                        "qsgd:bits=6",
-                                        "qsgd:bits=7",
-                                        "qsgd:bits=8",
-                                        "qsgd:bucket=64",
-                                        "qsgd:bits=3,bucket=128,norm=l2",
-                                        "qsgd:bucket=2048",
-                                        "qsgd:bits=2,bucket=32768,rounding=nearest",
-                                        "terngrad",
-                                        "terngrad:clip=0",
-                                        "terngrad:mode=paper",
-                                        "onebit",
-                                        "onebit:mode=paper",
-                                        "topk",
-                                        "topk:ratio=0.3",
-                                        "topk:ratio=1",
-                                        "topk:ratio=0.001,mode=paper",
-                                        "optquant:bits=2",
-                                        "optquant:bits=3",
-                                        "optquant:bits=4,mode=biased,kappa=0.25",
-                                        "optquant:bits=7,bucket=64",
-                                        "dqsgd",
-                                        "dqsgd:budget=11",
-                                        "dqsgd:min=16",
-                                        "rangefloat",
-                                        "rangefloat:bits=16,mantissa=14",
-                                        "rangefloat:bits=8,mantissa=3,min=-2,max=2,eps=0.125,mode=paper",
-                                        "loggrid",
-                                        "loggrid:k=30,scale=tensor",
-                                        "unigrid",
-                                        "unigrid:bits=13,range=0.5",
-                                        "casq",
-                                        "casq:bits=1",
-                                        "casq:bits=4,budget=1",
-                                        "casq:bits=2,mode=paper",
-                                        "casq:bits=3,mode=paper,counts=on,budget=0.3",
-                                        "fft",
-                                        "fft:chunk=256,bits=5",
-                                        "fft:chunk=4096,theta=0.5,mode=paper",
-                                        "fft:format=float,theta=0"};
+  static const std::vector<std::string> kSpecs = [] {
+    std::vector<std::string> all;
+    for (const CodecInfo& info : codecs()) all.insert(all.end(), info.specs.begin(), info.specs.end());
+    return all;
+  }();
   static constexpr std::array<uint32_t, 12> kCounts = {0, 1, 2, 31, 33, 63, 1023, 1024, 1025, 2500, 33000, 70000};
   std::vector<TensorSpec> tensors(source.next<uint8_t>() % 3 + 1);
   std::vector<std::vector<float>> values;
@@ -270,11 +230,14 @@ void fuzz_texts(const std::string& text) {
   }
 }
 
-// A table that did not come from a fit, for every codec that has one.
+// A table that did not come from a fit, for every codec that learns one, and for one that does not.
 void fuzz_tables(Source source) {
-  static constexpr std::array kSpecs = {
-      "optquant:bits=2", "optquant:bits=3,mode=biased", "dqsgd", "rangefloat", "casq:bits=1",
-      "casq:bits=2",     "casq:bits=2,mode=paper",      "fft",   "qsgd"};
+  static const std::vector<std::string> kSpecs = [] {
+    std::vector<std::string> all = {"qsgd"};
+    for (const CodecInfo& info : codecs())
+      if (Codec::parse(info.name).traits().learns) all.insert(all.end(), info.specs.begin(), info.specs.end());
+    return all;
+  }();
   const Codec codec = Codec::parse(kSpecs[source.next<uint8_t>() % kSpecs.size()]);
   std::vector<uint32_t> table(source.next<uint8_t>() % 12);
   for (uint32_t& word : table) word = source.next<uint32_t>();
