@@ -379,18 +379,19 @@ if rank == 1:
 thread = threading.Thread(target=lambda: ddp(torch.randn(4, 64)).sum().backward(), daemon=True)
 thread.start()
 from gradwire.torch._transport import Transport
-while not any(transport._pending for transport in list(Transport._every)):
+while thread.is_alive() and not any(transport._pending for transport in list(Transport._every)):
     pass
+print("under way" if thread.is_alive() else "over", flush=True)
 """
     )
     port = str(free_port())
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with (
         subprocess.Popen([sys.executable, script, "1", port], stdin=subprocess.PIPE, env=environment) as other,
-        subprocess.Popen([sys.executable, script, "0", port], env=environment, stderr=subprocess.DEVNULL) as one,
+        subprocess.Popen([sys.executable, script, "0", port], env=environment, stdout=subprocess.PIPE) as one,
     ):
         try:
-            one.wait(PATIENCE)
+            assert one.communicate(timeout=PATIENCE)[0] == b"under way\n"
         finally:
             one.kill()
             other.kill()

@@ -20,8 +20,10 @@ learn of it from the process group, when its time-out has passed or when the con
 
 import atexit
 import queue
+import sys
 import threading
 import time
+import types
 import uuid
 import weakref
 from datetime import timedelta
@@ -175,6 +177,7 @@ class Transport:
                 )
                 for task in transport._pending[:]:
                     task.fail(transport.failure)
+                _leave_backward()
             transport.close()
             for thread in transport._threads:
                 thread.join(1.0)
@@ -283,6 +286,23 @@ class Transport:
 
 
 atexit.register(Transport.close_all)
+
+
+def _leave_backward() -> None:
+    """Waits, for at most ten seconds, until no other thread is in a backward pass. A thread that needs the interpreter after
+    it has ended would hang with DDP's locks held, and the destructor of DDP with it."""
+
+    def is_in_backward(frame: types.FrameType | None) -> bool:
+        while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+            frame = frame.f_back
+        return frame is not None
+
+    deadline = time.monotonic() + 10
+    mine = threading.get_ident()
+    while any(is_in_backward(frame) for thread, frame in sys._current_frames().items() if thread != mine):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
 
 
 def _exists(group: dist.ProcessGroup) -> bool:
