@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "codec/define.h"
+#include "core/nearest.h"
 #include "device/regions.h"
 #include "gradwire/error.h"
 
@@ -119,7 +120,10 @@ Codec Codec::parse(std::string_view spec) {
   if (!def) {
     std::vector<std::string> names;
     for (const CodecDef& d : definitions()) names.push_back(d.name);
-    throw Error(ErrorKind::usage, fmt::format("codec is '{}'; known are {}", shown(name), fmt::join(names, ", ")),
+    const std::string meant = nearest_name(name, names);
+    throw Error(ErrorKind::usage,
+                fmt::format("codec is '{}'{}; known are {}", shown(name),
+                            meant.empty() ? "" : fmt::format(" (did you mean {}?)", meant), fmt::join(names, ", ")),
                 "codec");
   }
   Values values;
