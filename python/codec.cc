@@ -8,6 +8,7 @@
 #include "bindings.h"
 #include "gradwire/learn.h"
 #include "gradwire/plan.h"
+#include "gradwire/rules.h"
 
 namespace gradwire::python {
 namespace {
@@ -54,6 +55,7 @@ py::dict row_of(const CodecInfo& info) {
   row["codec"] = info.name;
   row["summary"] = info.summary;
   row["example"] = info.example;
+  row["specs"] = info.specs;
   row["spec"] = codec.str();
   row["lossless"] = traits.lossless;
   row["unbiased"] = traits.unbiased;

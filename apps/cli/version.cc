@@ -2,12 +2,13 @@
 #include "cli/version.h"
 
 #include "commit.h"  // made at build time by cmake/commit.cmake
+#include "gradwire/version.h"
 
 namespace gradwire::app {
 
 std::string version_text() {
-  const std::string commit = GRADWIRE_COMMIT;
-  return commit.empty() ? GRADWIRE_VERSION : GRADWIRE_VERSION " (commit " + commit + ")";
+  const std::string version(kVersionString), commit = GRADWIRE_COMMIT;
+  return commit.empty() ? version : version + " (commit " + commit + ")";
 }
 
 }  // namespace gradwire::app

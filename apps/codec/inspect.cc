@@ -39,36 +39,19 @@ uint64_t elements_of(const Head& head) {
   return total;
 }
 
-// Header fields that nobody but a reader of dumps wants, by their offsets in docs/wire-format.md.
-uint64_t header_number(std::span<const std::byte> message, size_t offset, size_t bytes) {
-  uint64_t number = 0;
-  for (size_t i = 0; i < bytes; ++i) number |= static_cast<uint64_t>(message[offset + i]) << (8 * i);
-  return number;
-}
-
-struct Extra {
-  std::string magic;
-  uint64_t flags, specs;
-};
-
-Extra extra_of(std::span<const std::byte> message) {
-  return {std::string(reinterpret_cast<const char*>(message.data()), 4), header_number(message, 6, 2),
-          header_number(message, 36, 4)};
-}
-
-void print_json(const std::string& path, const Head& head, const Extra& extra, const std::string& body_verdict) {
+void print_json(const std::string& path, const Head& head, const std::string& body_verdict) {
   const uint64_t elements = elements_of(head);
   nlohmann::ordered_json row = {{"file", path},
-                                {"magic", extra.magic},
+                                {"magic", "GWIR"},
                                 {"version", head.version},
-                                {"flags", extra.flags},
+                                {"flags", 0},
                                 {"total_bytes", head.total_bytes},
                                 {"step", head.stamp.step},
                                 {"stage", head.stamp.stage},
                                 {"rank", head.stamp.rank},
                                 {"world", head.stamp.world},
                                 {"head_bytes", head.head_bytes},
-                                {"spec_count", extra.specs},
+                                {"spec_count", head.spec_count},
                                 {"tensor_count", head.tensors.size()},
                                 {"head_check", fmt::format("{:016x}", head.head_check)},
                                 {"head_check_verdict", "ok"},
@@ -96,13 +79,13 @@ void print_json(const std::string& path, const Head& head, const Extra& extra, c
   print(row.dump() + "\n");
 }
 
-void print_page(const std::string& path, const Head& head, const Extra& extra, const std::string& body_verdict) {
+void print_page(const std::string& path, const Head& head, const std::string& body_verdict) {
   const uint64_t elements = elements_of(head);
   const auto line = [](const char* name, const std::string& value) { print(fmt::format("{:<18}{}\n", name, value)); };
   line("file", path);
-  line("magic", extra.magic);
+  line("magic", "GWIR");
   line("version", std::to_string(head.version));
-  line("flags", std::to_string(extra.flags));
+  line("flags", "0");
   line("total bytes", fmt::format("{} (head {}, body {})", human_count(head.total_bytes), human_count(head.head_bytes),
                                   human_count(head.total_bytes - head.head_bytes)));
   line("step", std::to_string(head.stamp.step));
@@ -111,7 +94,7 @@ void print_page(const std::string& path, const Head& head, const Extra& extra, c
   line("head checksum", fmt::format("{:016x} ok", head.head_check));
   line("body checksum", fmt::format("{:016x} {}", head.body_check, body_verdict));
   line("elements", fmt::format("{} in {} tensor{}, {} codec{}", human_count(elements), head.tensors.size(),
-                               head.tensors.size() == 1 ? "" : "s", extra.specs, extra.specs == 1 ? "" : "s"));
+                               head.tensors.size() == 1 ? "" : "s", head.spec_count, head.spec_count == 1 ? "" : "s"));
   line("bits per element", fmt::format("{:.4f} (every byte counted)", bits(head.total_bytes, elements)));
   if (head.tensors.size() == 1) {
     const TensorSpec& tensor = head.tensors[0];
@@ -152,9 +135,9 @@ void inspect(const std::string& path, bool json) {
     altered = std::make_unique<Error>(error);
   }
   if (json) {
-    print_json(path, head, extra_of(message), altered ? "wrong" : "ok");
+    print_json(path, head, altered ? "wrong" : "ok");
   } else {
-    print_page(path, head, extra_of(message), verdict);
+    print_page(path, head, verdict);
   }
   if (altered) throw *altered;
 }

@@ -5,9 +5,9 @@
 //   codec.str()                // "qsgd:bits=4,bucket=1024,norm=max,rounding=random": canonical, every parameter
 //   codec.bytes(1'000'000)     // what a tensor of a million elements takes in a message
 //
-// Some codecs learn: levels, clusters, a number of bits. What was learned is a small table that is part of the codec: it travels in
-// the message beside the spec, so a decoder needs nothing else. A codec without a table uses defaults of its own. Fitting to one tensor, and
-// learning step by step with other ranks: learn.h.
+// Some codecs learn: levels, clusters, a number of bits. What was learned is a small table that is part of the codec:
+// it travels in the message beside the spec, so a decoder needs nothing else. A codec without a table uses defaults of
+// its own. Fitting to one tensor, and learning step by step with other ranks: learn.h.
 //
 // The size depends on (codec, count) alone, never on the values, so sizes are known before any data exist.
 #pragma once
@@ -21,7 +21,8 @@
 
 namespace gradwire {
 
-struct Scheme;  // what a driver needs to know of a codec: src/device/scheme.h
+struct Scheme;    // what a driver needs to know of a codec: src/device/scheme.h
+struct CodecDef;  // how a codec defines itself: src/codec/define.h
 
 struct ParameterInfo {
   std::string name;
@@ -33,7 +34,8 @@ struct ParameterInfo {
 struct CodecInfo {
   std::string name;
   std::string summary;
-  std::string example;
+  std::string example;             // what a user would write
+  std::vector<std::string> specs;  // worth testing: the name alone, the example and more; learning parameters aside
   std::vector<ParameterInfo> parameters;
 };
 
@@ -42,7 +44,7 @@ struct Traits {
   bool lossless;        // decode(encode(x)) == x for every finite f32
   bool unbiased;        // E[decode(encode(x))] == x
   bool feedback;        // error feedback is on unless a user says otherwise
-  uint64_t unit;        // elements that share side values and a not-a-number marker; 0: the whole tensor
+  uint64_t unit;        // elements that share scales and a not-a-number marker; 0: the whole tensor
   bool learns = false;  // has a table that can be fitted to data
 };
 
@@ -62,6 +64,7 @@ class Codec {
   std::vector<std::string> describe() const;            // the table in words, for people; empty without one
   const Scheme& scheme() const;
   friend bool operator==(const Codec& a, const Codec& b);  // spec and table
+  friend const CodecDef& definition_of(const Codec& codec);
 
  private:
   struct Impl;

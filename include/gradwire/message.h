@@ -27,6 +27,7 @@ struct Head {
   uint32_t head_bytes;
   uint64_t head_check;
   uint64_t body_check;
+  uint32_t spec_count;                 // different codecs, each with its table
   std::vector<TensorSpec> tensors;     // names unknown: name_hash is set
   std::vector<uint64_t> body_offsets;  // bytes from the start of the body
 };

@@ -89,12 +89,11 @@ struct Codec::Impl {
 
   Impl(const CodecDef& d, Values v, Table t)
       : def(&d), values(std::move(v)), scheme(d.scheme(values)), traits(d.traits(values)), table(t.begin(), t.end()) {
-    traits.learns = d.apply != nullptr;
-    if (d.apply)
-      d.apply(values, table, scheme, floats);
-    else if (!table.empty())
+    traits.learns = d.fitter != nullptr;
+    if (!table.empty() && !d.fitter)
       throw Error(ErrorKind::usage,
                   fmt::format("table has {} words; {} learns nothing and has none", table.size(), d.name), "table");
+    if (d.apply) d.apply(values, table, scheme, floats);
     if (!floats.empty()) {
       floats.resize(std::max<size_t>(floats.size(), 32));  // vectors load whole tables
       scheme.table = floats.data();
@@ -108,6 +107,20 @@ struct Codec::Impl {
     }
   }
 };
+
+const CodecDef& definition_of(const Codec& codec) { return *codec.impl_->def; }
+
+Codec nearest_of(const Codec& codec) {
+  const CodecDef& def = definition_of(codec);
+  return def.nearest ? def.nearest(codec) : codec;
+}
+
+Codec alone_of(const Codec& codec) {
+  Codec alone = codec;
+  for (const Parameter& p : definition_of(codec).parameters)
+    if (!p.alone.empty()) alone = alone.with(p.name, p.alone);
+  return alone;
+}
 
 Codec::Codec(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
 Codec::Codec() : Codec(parse("fp32")) {}
@@ -203,7 +216,8 @@ const std::vector<CodecInfo>& codecs() {
   static const std::vector<CodecInfo> all = [] {
     std::vector<CodecInfo> out;
     for (const CodecDef& d : definitions()) {
-      CodecInfo info{d.name, d.summary, d.example, {}};
+      CodecInfo info{d.name, d.summary, d.example, {d.name, d.example}, {}};
+      info.specs.insert(info.specs.end(), d.specs.begin(), d.specs.end());
       for (const Parameter& p : d.parameters) info.parameters.push_back({p.name, p.fallback, p.allowed(), p.meaning});
       out.push_back(std::move(info));
     }

@@ -169,16 +169,16 @@ struct Driver {
   }
 
   // Padding is zero and adds nothing (zero counts as positive, and only negatives are counted).
-  static GW_BODY void rows_sums(Stat stat, const float* x, uint32_t row0, uint32_t row1, Grid grid, Sums& sums) {
+  static GW_BODY void rows_sums(SumKind kind, const float* x, uint32_t row0, uint32_t row1, Grid grid, Sums& sums) {
     const F pre = L::set(grid.pre), scale = L::set(grid.grid);
     const U zero = L::set_u(0);
     U first = zero, second = zero, negative = zero;
     for (uint32_t i = row0 * kLane; i < row1 * kLane; i += L::kWidth) {
       const F t = L::mul(L::mul(L::load(x + i), pre), scale);
-      if (stat == Stat::l2 || stat == Stat::clip)
+      if (kind == SumKind::squares || kind == SumKind::moments)
         second = L::add_u(second, L::as_u(L::round(L::mul(L::mul(t, t), L::set(kSquareScale)))));
-      if (stat == Stat::clip) first = L::add_u(first, L::as_u(L::round(L::mul(t, L::set(kSumScale)))));
-      if (stat == Stat::signs) {
+      if (kind == SumKind::moments) first = L::add_u(first, L::as_u(L::round(L::mul(t, L::set(kSumScale)))));
+      if (kind == SumKind::by_sign) {
         const U q = L::as_u(L::round(L::mul(t, L::set(kSumScale))));
         const typename L::M below = L::less(t, L::set(0.0f));
         first = L::add_u(first, L::select_u(below, zero, q));
@@ -197,7 +197,7 @@ struct Driver {
     if (absmax >= kInfBits) return;
     const Grid grid = grid_for(absmax);
     for (uint64_t block = s.begin; block < s.end; ++block)
-      rows_sums(s.scheme->stat, stage(s, block, scratch.x), 0, kLane, grid, sums);
+      rows_sums(s.scheme->sums, stage(s, block, scratch.x), 0, kLane, grid, sums);
   }
 
   // --- one block -----------------------------------------------------------------------------------------------
@@ -412,13 +412,14 @@ struct Driver {
     return check.total();
   }
 
-  // The parameters of the units that lie in one block, spread over its rows; writes their side values and returns
-  // whether one unit fills the block and needs no lifting.
+  // The parameters of the units that lie in one block, spread over its rows; writes their scales and returns whether one
+  // unit fills the block and needs no lifting.
+  template <class B>
   static bool block_params(const Span& s, uint64_t block, const float* x, UnitParams* params, bool& marked,
                            LaneSums& check) {
     const Scheme& scheme = *s.scheme;
     marked = false;
-    if (scheme.stat == Stat::none) {
+    if (scheme.scale_words == 0) {
       for (uint32_t row = 0; row < 32; ++row) params[row] = UnitParams{};
       return true;
     }
@@ -429,16 +430,16 @@ struct Driver {
       const uint64_t unit = (block * kBlock + row * kLane) / scheme.unit;
       const uint32_t top = rows_max(x, row, end);
       Sums sums;
-      if (needs_sums(scheme.stat) && top < kInfBits) rows_sums(scheme.stat, x, row, end, grid_for(top), sums);
-      uint32_t side[2];
-      make_side(scheme, top, sums, min_u64(scheme.unit, n - row * kLane), side);
+      if (scheme.sums != SumKind::none && top < kInfBits) rows_sums(scheme.sums, x, row, end, grid_for(top), sums);
+      uint32_t side[2] = {};
+      B::make_scales(scheme, top, sums, min_u64(scheme.unit, n - row * kLane), side);
       marked |= side[0] == kMarker;
-      const uint64_t at = side_offset(scheme, s.count) + unit * scheme.side;
-      for (uint32_t w = 0; w < scheme.side; ++w) {
+      const uint64_t at = side_offset(scheme, s.count) + unit * scheme.scale_words;
+      for (uint32_t w = 0; w < scheme.scale_words; ++w) {
         s.region[at + w] = side[w];
         check.add_word(side[w], s.region_index + at + w);
       }
-      const UnitParams p = make_params(scheme, side);
+      const UnitParams p = B::make_params(scheme, side);
       if (unit_rows == kLane && p.pre == 1.0f && n == kBlock) {
         params[0] = p;
         return true;
@@ -468,7 +469,7 @@ struct Driver {
       const uint64_t n = s.elements_of(block), key = block_key(s.key, s.first_block + block);
       const float* x = stage(s, block, scratch.x);
       bool marked = whole && float_bits(whole->a) == kMarker;
-      const bool one = whole ? whole->pre == 1.0f : block_params(s, block, x, params, marked, check);
+      const bool one = whole ? whole->pre == 1.0f : block_params<B>(s, block, x, params, marked, check);
       if (marked) {
         if (x != scratch.x) std::memcpy(scratch.x, x, sizeof(float) * kBlock);
         x = scratch.x;
@@ -494,7 +495,7 @@ struct Driver {
           check.add_word(words[i], s.region_index + full_words(scheme, s.count) + i);
       }
       // Where every element is a unit of its own, any of them may be marked.
-      if (residual) put_residual_of(s, block, residual, marked || scheme.stat == Stat::none);
+      if (residual) put_residual_of(s, block, residual, marked || scheme.scale_words == 0);
     }
   }
 
@@ -511,14 +512,14 @@ struct Driver {
     for (uint64_t block = s.begin; block < s.end; ++block) {
       const uint64_t n = s.elements_of(block);
       bool one = true;
-      if (!whole && scheme.stat != Stat::none) {
+      if (!whole && scheme.scale_words != 0) {
         const uint32_t* side = s.region + side_offset(scheme, s.count);
         if (scheme.unit == kBlock) {
-          params[0] = make_params(scheme, side + block * scheme.side);
+          params[0] = B::make_params(scheme, side + block * scheme.scale_words);
         } else {
           one = false;
           for (uint32_t row = 0; row * kLane < n; ++row)
-            params[row] = make_params(scheme, side + (block * kBlock + row * kLane) / scheme.unit * scheme.side);
+            params[row] = B::make_params(scheme, side + (block * kBlock + row * kLane) / scheme.unit * scheme.scale_words);
         }
       }
       const int bits = B::kCodeBits ? B::kCodeBits : scheme.bits;
@@ -543,7 +544,7 @@ struct Driver {
   }
 };
 
-// What with_body() and with_method() are given.
+// What the bodies' with_<name>() functions are given.
 template <class L>
 struct EncodeCall {
   const Span& span;

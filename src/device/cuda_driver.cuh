@@ -109,14 +109,15 @@ __device__ __forceinline__ uint32_t block_max(const float (&x)[32]) {
 }
 
 // Sums over the warp's block; all lanes get the result.
-__device__ __forceinline__ Sums warp_sums(Stat stat, const float (&x)[32], Grid grid) {
+__device__ __forceinline__ Sums warp_sums(SumKind kind, const float (&x)[32], Grid grid) {
   uint32_t first = 0, second = 0, negative = 0;
 #pragma unroll
   for (int row = 0; row < 32; ++row) {
     const float t = x[row] * grid.pre * grid.grid;
-    if (stat == Stat::l2 || stat == Stat::clip) second += static_cast<uint32_t>(__float2int_rn(t * t * kSquareScale));
-    if (stat == Stat::clip) first += static_cast<uint32_t>(__float2int_rn(t * kSumScale));
-    if (stat == Stat::signs) {
+    if (kind == SumKind::squares || kind == SumKind::moments)
+      second += static_cast<uint32_t>(__float2int_rn(t * t * kSquareScale));
+    if (kind == SumKind::moments) first += static_cast<uint32_t>(__float2int_rn(t * kSumScale));
+    if (kind == SumKind::by_sign) {
       const uint32_t q = static_cast<uint32_t>(__float2int_rn(t * kSumScale));
       first += t < 0.0f ? 0u : q;
       second += t < 0.0f ? 0u - q : 0u;
@@ -199,7 +200,7 @@ __device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint
     value = widen_at(job.in[piece.tensor], job.dtype, at);
     if (before) value = value + widen_at(before, job.residual, at) * job.loss_scale;
   }
-  if (job.scheme.stat != Stat::none && float_bits(p.a) == kMarker) value = 0;
+  if (job.scheme.scale_words != 0 && float_bits(p.a) == kMarker) value = 0;
   uint32_t r16 = 0x8000u;
   if (B::kRandom && !job.scheme.nearest) {
     const uint32_t h = random_word(block_key(job.keys[piece.tensor], piece.first_block + block), row / 2 * 32 + lane);
@@ -226,8 +227,8 @@ __device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint
 
 __device__ __forceinline__ void write_side(const CudaJob& job, const CudaPiece& piece, uint64_t unit,
                                            const uint32_t* side, Check& check) {
-  const uint64_t at = piece.region + side_offset(job.scheme, piece.count) + unit * job.scheme.side;
-  for (uint32_t w = 0; w < job.scheme.side; ++w) {
+  const uint64_t at = piece.region + side_offset(job.scheme, piece.count) + unit * job.scheme.scale_words;
+  for (uint32_t w = 0; w < job.scheme.scale_words; ++w) {
     job.body[at + w] = side[w];
     check.loose += word_part(side[w], at + w);
   }
@@ -298,12 +299,12 @@ __global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ Cud
     } else if (job.scheme.unit == kBlock) {
       const uint32_t top = block_max(x);
       Sums sums;
-      if (needs_sums(job.scheme.stat) && top < kInfBits) sums = warp_sums(job.scheme.stat, x, grid_for(top));
-      make_side(job.scheme, top, sums, n, side);
+      if (job.scheme.sums != SumKind::none && top < kInfBits) sums = warp_sums(job.scheme.sums, x, grid_for(top));
+      B::make_scales(job.scheme, top, sums, n, side);
       if (writer) write_side(job, piece, block, side, check);
-      one = make_params(job.scheme, side);
+      one = B::make_params(job.scheme, side);
       marked = side[0] == kMarker;
-    } else if (job.scheme.stat != Stat::none) {
+    } else if (job.scheme.scale_words != 0) {
       // Several units: their statistics end up in the lanes of their last rows, which then work side by side.
       is_one = false;
       const uint32_t unit_rows = job.scheme.unit / kLane, last = lane | (unit_rows - 1);
@@ -318,7 +319,7 @@ __global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ Cud
         }
       }
       Sums sums;
-      if (job.scheme.stat == Stat::l2) {
+      if (job.scheme.sums == SumKind::squares) {  // the only sums of units below a block
         uint32_t squares = 0;
 #pragma unroll
         for (int row = 0; row < 32; ++row) {
@@ -337,10 +338,10 @@ __global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ Cud
       const bool here = lane == last && first_row * kLane < n;
       uint32_t bad = 0;
       if (here) {
-        make_side(job.scheme, top, sums, min_u64(job.scheme.unit, n - first_row * kLane), side);
+        B::make_scales(job.scheme, top, sums, min_u64(job.scheme.unit, n - first_row * kLane), side);
         if (!kTails || warp == 0)
           write_side(job, piece, (block * kBlock + first_row * kLane) / job.scheme.unit, side, check);
-        const UnitParams p = make_params(job.scheme, side);
+        const UnitParams p = B::make_params(job.scheme, side);
         for (uint32_t row = first_row; row <= lane; ++row) rows[row] = p;
         bad = side[0] == kMarker;
       }
@@ -375,8 +376,8 @@ __global__ void __launch_bounds__(1024) encode_chunks(const __grid_constant__ Cu
     uint32_t top = 0;
     for (uint32_t w = first; w < first + span; ++w) top = max(top, tops[w]);
     Sums sums;
-    if (needs_sums(job.scheme.stat)) {
-      if (top < kInfBits) sums = warp_sums(job.scheme.stat, x, grid_for(top));
+    if (job.scheme.sums != SumKind::none) {
+      if (top < kInfBits) sums = warp_sums(job.scheme.sums, x, grid_for(top));
       if (lane == 0) parts[warp] = sums;
       __syncthreads();
       sums = {};
@@ -389,9 +390,9 @@ __global__ void __launch_bounds__(1024) encode_chunks(const __grid_constant__ Cu
     if (here) {
       const uint64_t unit = block / span, begin = unit * job.scheme.unit;
       uint32_t side[2];
-      make_side(job.scheme, top, sums, min_u64(job.scheme.unit, piece.count - begin), side);
+      B::make_scales(job.scheme, top, sums, min_u64(job.scheme.unit, piece.count - begin), side);
       if (lane == 0 && warp == first) write_side(job, piece, unit, side, check);
-      const UnitParams one = make_params(job.scheme, side);
+      const UnitParams one = B::make_params(job.scheme, side);
       encode_block<B, kFeedback>(job, piece, block, lane, x, true, one, shared_rows + warp, side[0] == kMarker, check);
     }
     __syncthreads();
@@ -423,7 +424,7 @@ __global__ void __launch_bounds__(256) whole_sums(const __grid_constant__ CudaJo
     if (top >= kInfBits) continue;
     float x[32];
     load_block<kFeedback>(job, item.piece, item.number, lane, x);
-    const Sums sums = warp_sums(job.scheme.stat, x, grid_for(top));
+    const Sums sums = warp_sums(job.scheme.sums, x, grid_for(top));
     CudaSums* to = job.sums + item.slot;
     if (lane == 0) {
       atomicAdd(&to->first, static_cast<unsigned long long>(sums.first));
@@ -433,16 +434,17 @@ __global__ void __launch_bounds__(256) whole_sums(const __grid_constant__ CudaJo
   }
 }
 
-__global__ void whole_sides(const __grid_constant__ CudaJob job) {
+template <class B>
+__global__ void whole_scales(const __grid_constant__ CudaJob job) {
   Check check;
   for (uint32_t p = blockIdx.x * blockDim.x + threadIdx.x; p < job.piece_count; p += gridDim.x * blockDim.x) {
     const CudaPiece piece = job.pieces[p];
     if (piece.count == 0) continue;
     const Sums sums{static_cast<int64_t>(job.sums[p].first), job.sums[p].second, job.sums[p].negative};
     uint32_t side[2];
-    make_side(job.scheme, job.tops[p], sums, piece.count, side);
+    B::make_scales(job.scheme, job.tops[p], sums, piece.count, side);
     write_side(job, piece, 0, side, check);
-    job.params[p] = make_params(job.scheme, side);
+    job.params[p] = B::make_params(job.scheme, side);
   }
   check.flush(job.check);
 }
@@ -473,32 +475,32 @@ __device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, 
     UnitParams mine;
     uint32_t my_side = 0;
     const uint64_t begin = block * kBlock + lane * kLane, unit = unit_elements(scheme, piece.count);
-    if (scheme.stat != Stat::none && lane * kLane < n) {
+    if (scheme.scale_words != 0 && lane * kLane < n) {
       const uint64_t u = begin / unit;
       uint32_t side[2] = {0, 0};
-      for (uint32_t w = 0; w < scheme.side; ++w) side[w] = region[side_at + u * scheme.side + w];
+      for (uint32_t w = 0; w < scheme.scale_words; ++w) side[w] = region[side_at + u * scheme.scale_words + w];
       if (begin == u * unit && first_warp) {
-        if (!side_is_valid(scheme, side)) problem |= kBadSide;
-        for (uint32_t w = 0; w < scheme.side; ++w) {
-          const uint64_t at = piece.region + side_at + u * scheme.side + w;
+        if (!B::scales_valid(scheme, side)) problem |= kBadSide;
+        for (uint32_t w = 0; w < scheme.scale_words; ++w) {
+          const uint64_t at = piece.region + side_at + u * scheme.scale_words + w;
           check.loose += word_part(side[w], at);
         }
       }
-      mine = make_params(scheme, side);
+      mine = B::make_params(scheme, side);
       my_side = side[0];
     }
-    const bool is_one = scheme.stat == Stat::none || unit >= kBlock;
+    const bool is_one = scheme.scale_words == 0 || unit >= kBlock;
     UnitParams p;
     const auto take = [&](int row) {                                // the parameters of a row
-      if constexpr (B::kCodeBits == 0 || requires { B::kSize; }) {  // their parameters are more than two numbers
+      if constexpr (!B::kTwoParams) {
         const uint32_t side[2] = {__shfl_sync(kFull, my_side, row), 0};
-        p = make_params(scheme, side);
+        p = B::make_params(scheme, side);
       } else {
         p.a = __shfl_sync(kFull, mine.a, row);
         p.b = __shfl_sync(kFull, mine.b, row);
       }
     };
-    if (scheme.stat != Stat::none) take(0);
+    if (scheme.scale_words != 0) take(0);
 
     if (n == kBlock) {
       const uint32_t* words = region + block * kLane * bits + lane;

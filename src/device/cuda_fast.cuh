@@ -84,14 +84,9 @@ __device__ __forceinline__ void copy_block(const float* from, float* to, uint32_
 // registers while the block before them is worked on.
 // Bodies that look levels up find them in shared memory, whose addresses cost half of global ones.
 template <class B>
-GW_HD constexpr uint32_t table_floats() {
-  if constexpr (requires { B::kSize; }) return 2 * B::kSize;
-  return 0;
-}
-template <class B>
 __device__ __forceinline__ void fetch_table(const Scheme& s, float* table) {
-  if constexpr (table_floats<B>() > 0) {
-    for (uint32_t i = threadIdx.x; i < table_floats<B>(); i += blockDim.x) table[i] = __ldg(s.table + i);
+  if constexpr (B::kTableFloats > 0) {
+    for (uint32_t i = threadIdx.x; i < B::kTableFloats; i += blockDim.x) table[i] = __ldg(s.table + i);
     __syncthreads();
   }
 }
@@ -106,7 +101,7 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
   Check check;
   SideSums sides;
   Place place;
-  __shared__ float table[table_floats<B>() + 1];
+  __shared__ float table[B::kTableFloats + 1];
   fetch_table<B>(scheme, table);
   extern __shared__ float4 stages[];  // kAhead: two blocks a warp
   float* const stage = reinterpret_cast<float*>(stages) + (threadIdx.x >> 5) * 2 * kBlock;
@@ -152,34 +147,33 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
 
     UnitParams p;
     bool marked = false;
-    if (scheme.stat != Stat::none) {
+    if (scheme.scale_words != 0) {
       if (scheme.unit == 0) {
         p = job.params[place.slot];
         marked = float_bits(p.a) == kMarker;
       } else {
         const uint32_t top = block_max(x);
         Sums sums;
-        if (needs_sums(scheme.stat) && top < kInfBits) sums = warp_sums(scheme.stat, x, grid_for(top));
+        if (scheme.sums != SumKind::none && top < kInfBits) sums = warp_sums(scheme.sums, x, grid_for(top));
         uint32_t side[2];
-        make_side(scheme, top, sums, kBlock, side);
-        for (uint32_t w = 0; w < scheme.side; ++w) {
-          const uint64_t index = place.side + block * scheme.side + w;
+        B::make_scales(scheme, top, sums, kBlock, side);
+        for (uint32_t w = 0; w < scheme.scale_words; ++w) {
+          const uint64_t index = place.side + block * scheme.scale_words + w;
           if (lane == 0) job.body[index] = side[w];
           sides.add(lane, side[w], index, check);
         }
-        p = make_params(scheme, side);
+        p = B::make_params(scheme, side);
         marked = side[0] == kMarker;
       }
-      if constexpr (table_floats<B>() > 0) p.table = table;
+      if constexpr (B::kTableFloats > 0) p.table = table;
       if (marked) {
 #pragma unroll
         for (int row = 0; row < 32; ++row) x[row] = 0;
       }
-      // Range floats are made of the values as they are.
-      if (scheme.body != Body::range && p.pre != 1.0f) {
+      if (B::kLifts && p.pre != 1.0f) {
 #pragma unroll
         for (int row = 0; row < 32; ++row) x[row] *= p.pre;
-        if (scheme.body != Body::levels) p.limit *= p.pre;
+        if (B::kClips) p.limit *= p.pre;
       }
     }
 
@@ -255,7 +249,7 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
            check);
     return;
   }
-  __shared__ float table[table_floats<B>() + 1];
+  __shared__ float table[B::kTableFloats + 1];
   fetch_table<B>(scheme, table);
   SideSums sides;
   Place place;
@@ -285,17 +279,17 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
       for (int q = 0; q < kHeld; ++q) w[q] = __ldcs(words + q * 32 + lane);
     }
     UnitParams p;
-    if (scheme.stat != Stat::none) {
+    if (scheme.scale_words != 0) {
       const uint64_t unit = scheme.unit == 0 ? 0 : block >> job.unit_shift;
       uint32_t side[2] = {0, 0};
-      side[0] = __ldg(job.body + place.side + unit * scheme.side);
-      if (scheme.side > 1) side[1] = __ldg(job.body + place.side + unit * scheme.side + 1);
+      side[0] = __ldg(job.body + place.side + unit * scheme.scale_words);
+      if (scheme.scale_words > 1) side[1] = __ldg(job.body + place.side + unit * scheme.scale_words + 1);
       if (scheme.unit == 0 ? block == 0 : unit << job.unit_shift == block) {
-        if (!side_is_valid(scheme, side)) problem |= kBadSide;
-        for (uint32_t s = 0; s < scheme.side; ++s) sides.add(lane, side[s], place.side + unit * scheme.side + s, check);
+        if (!B::scales_valid(scheme, side)) problem |= kBadSide;
+        for (uint32_t s = 0; s < scheme.scale_words; ++s) sides.add(lane, side[s], place.side + unit * scheme.scale_words + s, check);
       }
-      p = make_params(scheme, side);
-      if constexpr (table_floats<B>() > 0) p.table = table;
+      p = B::make_params(scheme, side);
+      if constexpr (B::kTableFloats > 0) p.table = table;
     }
     uint32_t seen = 0;
     if constexpr (kQuads) {

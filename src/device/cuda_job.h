@@ -12,6 +12,7 @@
 #include "device/scheme.h"
 #include "gradwire/plan.h"
 #include "gradwire/tensor.h"
+#include "message/wire_offsets.h"
 
 namespace gradwire {
 
@@ -102,7 +103,7 @@ struct CudaJob {
 // Items are blocks, or chunks of 32 blocks where units are larger than a block.
 GW_HD inline bool chunked(const Scheme& s) { return s.unit > kBlock; }
 // Units that are whole blocks, or parts of none: the fast kernels take the full blocks of these.
-GW_HD inline bool block_wise(const Scheme& s) { return s.stat == Stat::none || s.unit == 0 || s.unit >= kBlock; }
+GW_HD inline bool block_wise(const Scheme& s) { return s.scale_words == 0 || s.unit == 0 || s.unit >= kBlock; }
 // Blocks to visit, seen from the items; the last chunk of a piece may have fewer than 32.
 GW_HD inline uint64_t block_count(const CudaJob& job) { return job.items * (chunked(job.scheme) ? 32 : 1); }
 
@@ -119,10 +120,7 @@ void cuda_begin(const CudaBegin& begin, const void* const* host, const void** de
                 cudaStream_t stream);
 void cuda_encode(const CudaJob& job, cudaStream_t stream);
 void cuda_decode(const CudaJob& job, cudaStream_t stream);
-// The same for the bodies of codec/methods-inl.h.
-void cuda_encode_methods(const CudaJob& job, cudaStream_t stream);
-void cuda_decode_methods(const CudaJob& job, cudaStream_t stream);
-// ... and for Body::clusters.
+// The same for Body::clusters.
 void cuda_encode_sketch(const CudaJob& job, cudaStream_t stream);
 void cuda_decode_sketch(const CudaJob& job, cudaStream_t stream);
 void cuda_finish_encode(const CudaHead& head, std::byte* message, const unsigned long long* check, cudaStream_t stream);

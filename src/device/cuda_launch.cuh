@@ -43,6 +43,8 @@ struct EncodeCall {
   cudaStream_t stream;
   template <class B>
   void run() {
+    // The statistics of whole tensors are complete by now.
+    if (job.scheme.unit == 0) launch<whole_scales<B>>(job, job.piece_count, 128, 128, stream);
     if constexpr (B::kCodeBits <= 8) {
       if (chunked(job.scheme)) {
         if (job.feedback)

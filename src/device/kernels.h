@@ -83,6 +83,14 @@ struct Kernels {
   uint64_t (*sum_words)(const uint32_t* words, uint64_t count, uint64_t index);
 };
 
+// What the body of a scheme says about scales, for units that the runner looks after: the same on every target.
+struct ScaleOps {
+  void (*make_scales)(const Scheme&, uint32_t absmax, const Sums&, uint64_t n, uint32_t* scales);
+  uint64_t (*first_invalid)(const Scheme&, const uint32_t* scales, uint64_t units);  // `units`: none
+  UnitParams (*make_params)(const Scheme&, const uint32_t* scales);
+};
+const ScaleOps& scale_ops(const Scheme& scheme);  // of element bodies
+
 const Kernels& scalar_kernels();
 const std::vector<const Kernels*>& vector_kernels();    // that this processor runs, best first
 const Kernels& kernels_named(const std::string& simd);  // "" the best, "scalar", or a target's name

@@ -2,6 +2,7 @@
 // How many words a tensor takes in the body of a message, whatever its codec, and where they may begin.
 #pragma once
 
+#include "codec/body.h"
 #include "codec/casq/sketch.h"
 #include "codec/fft/fft.h"
 #include "device/scheme.h"
@@ -26,7 +27,7 @@ inline uint64_t region_words(const Scheme& s, uint64_t count) {
     case Body::fft:
       return fft_region_words(fft_scheme(s), count);
     default:
-      return side_offset(s, count) + unit_count(s, count) * s.side;
+      return side_offset(s, count) + unit_count(s, count) * s.scale_words;
   }
 }
 

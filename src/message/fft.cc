@@ -40,7 +40,7 @@ const char* check_unit(const FftScheme& scheme, const RangeFloat& range, const U
       if (*word != 0) return word < codes ? "bitmap" : "codes";
     return nullptr;
   }
-  if (*side >= kInfBits) return "side";
+  if (*side >= kInfBits) return "scales";
   uint32_t found = 0;
   for (const uint32_t* word = u.words; word < codes; ++word) found += static_cast<uint32_t>(std::popcount(*word));
   if (found != kept) return "bitmap";

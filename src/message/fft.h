@@ -15,7 +15,7 @@ inline uint64_t fft_groups(const FftScheme& s, uint64_t count) { return div_up(c
 void encode_fft(const Kernels& kernels, const FftKernels& fft, const FftScheme& scheme, const Span& span,
                 uint64_t begin, uint64_t end, Scratch& scratch, LaneSums& check);
 
-// Null if the units of a group are honest, else the field that lies: "bitmap", "codes", "padding" or "side".
+// Null if the units of a group are honest, else the field that lies: "bitmap", "codes", "padding" or "scales".
 const char* check_fft(const FftScheme& scheme, const Span& span, uint64_t group);
 
 // Expects units that check_fft() accepts.

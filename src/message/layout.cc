@@ -17,7 +17,7 @@ Layout make_layout(std::vector<TensorSpec> tensors) {
   // Beyond this a message could not be addressed; also keeps every sum below from overflowing.
   constexpr uint64_t kMaxElements = uint64_t{1} << 40;
   Layout layout;
-  size_t head_bytes = kHeaderBytes;
+  size_t head_bytes = wire::header::size;
   std::unordered_map<std::string, uint32_t> numbers;  // of the specs: a hostile message may hold thousands
   for (const TensorSpec& t : tensors) {
     if (t.count > kMaxElements || layout.elements + t.count > kMaxElements)
@@ -62,7 +62,7 @@ Layout make_layout(std::vector<TensorSpec> tensors) {
     throw Error(ErrorKind::usage, "a message holds at most 65535 different specs", "specs");
   if (tensors.size() > Limits{}.max_tensors)
     throw Error(ErrorKind::usage, fmt::format("a message holds at most {} tensors", Limits{}.max_tensors), "tensors");
-  layout.head_bytes = div_up(head_bytes + tensors.size() * kTensorBytes, kHeadAlign) * kHeadAlign;
+  layout.head_bytes = div_up(head_bytes + tensors.size() * wire::row::size, wire::kHeadAlign) * wire::kHeadAlign;
   layout.tensors = std::move(tensors);
   return layout;
 }

@@ -11,11 +11,9 @@
 #include "device/scheme.h"
 #include "gradwire/message.h"
 #include "gradwire/plan.h"
+#include "message/wire_offsets.h"
 
 namespace gradwire {
-
-inline constexpr uint32_t kMagic = 0x52495747u;  // "GWIR", little-endian
-inline constexpr size_t kHeaderBytes = 64, kTensorBytes = 40, kHeadAlign = 32;
 
 // One tensor (or piece) in the body. Offsets are in words.
 struct Region {
@@ -27,7 +25,7 @@ struct Region {
 
 // A codec as the head has it: its spec, padded to words, and its table.
 inline size_t spec_bytes(const Codec& codec) {
-  return 4 + div_up(codec.str().size(), 4) * 4 + codec.table().size_bytes();
+  return wire::spec::text + div_up(codec.str().size(), 4) * 4 + codec.table().size_bytes();
 }
 inline constexpr size_t kMaxTableBytes = 65532;
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "codec/body.h"
 #include "codec/casq/sketch.h"
 #include "core/float_mode.h"
 #include "device/kernels.h"

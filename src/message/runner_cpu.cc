@@ -74,9 +74,9 @@ class CpuRunner final : public Runner {
       const Scheme& scheme = layout_.regions[tensor].scheme;
       const uint64_t count = layout_.tensors[tensor].count,
                      at = layout_.regions[tensor].begin + side_offset(scheme, count);
-      if (scheme.side)
+      if (scheme.scale_words)
         for (uint64_t unit = 0; unit < unit_count(scheme, count); ++unit)
-          sides_.push_back(body[at + unit * scheme.side]);
+          sides_.push_back(body[at + unit * scheme.scale_words]);
     }
     return sides_;
   }
@@ -155,7 +155,7 @@ class CpuRunner final : public Runner {
         decode_fft(kernels_, fft_, fft_scheme(*s.scheme), s, task.begin, task.end, scratch);
       } else {
         const UnitParams params =
-            make_params(*s.scheme, s.region + side_offset(*s.scheme, s.count) + task.unit * s.scheme->side);
+            scale_ops(*s.scheme).make_params(*s.scheme, s.region + side_offset(*s.scheme, s.count) + task.unit * s.scheme->scale_words);
         bad = kernels_.decode(s, &params, scratch);
       }
       if (bad) liar = task.tensor;
@@ -228,21 +228,22 @@ class CpuRunner final : public Runner {
   void encode_unit(const Span& s, Scratch& scratch, LaneSums& check) {
     const uint32_t top = kernels_.absmax(s, scratch);
     Sums sums;
-    if (needs_sums(s.scheme->stat)) kernels_.sums(s, top, scratch, sums);
+    if (s.scheme->sums != SumKind::none) kernels_.sums(s, top, scratch, sums);
     const uint64_t n = min_u64(s.count, s.end * kBlock) - s.begin * kBlock;
-    const uint64_t at = side_offset(*s.scheme, s.count) + s.begin * kBlock / s.scheme->unit * s.scheme->side;
+    const uint64_t at = side_offset(*s.scheme, s.count) + s.begin * kBlock / s.scheme->unit * s.scheme->scale_words;
     const UnitParams params = write_side(s, at, top, sums, n, check.loose);
     kernels_.encode(s, &params, scratch, check);
   }
 
   UnitParams write_side(const Span& s, uint64_t at, uint32_t top, const Sums& sums, uint64_t n, uint64_t& h) {
     uint32_t side[2];
-    make_side(*s.scheme, top, sums, n, side);
-    for (uint32_t w = 0; w < s.scheme->side; ++w) {
+    const ScaleOps& ops = scale_ops(*s.scheme);
+    ops.make_scales(*s.scheme, top, sums, n, side);
+    for (uint32_t w = 0; w < s.scheme->scale_words; ++w) {
       s.region[at + w] = side[w];
       h += word_part(side[w], s.region_index + at + w);
     }
-    return make_params(*s.scheme, side);
+    return ops.make_params(*s.scheme, side);
   }
 
   template <class SpanOf>
@@ -252,7 +253,7 @@ class CpuRunner final : public Runner {
     for (const Task& task : tasks_)
       if (task.kind == Task::Kind::whole) {
         any = true;
-        any_sums |= needs_sums(layout_.regions[task.tensor].scheme.stat);
+        any_sums |= layout_.regions[task.tensor].scheme.sums != SumKind::none;
       }
     if (!any) return;
     std::vector<uint32_t>& top = whole_tops_;
@@ -324,11 +325,13 @@ class CpuRunner final : public Runner {
       const uint32_t* side = body + region.begin + side_offset(region.scheme, count);
       const uint64_t used = count % kBlock * region.scheme.bits % 32;  // bits of the partial block's last word
       if (in_blocks(region.scheme) && used && side[-1] >> used) refuse(i, "padding", "is not zero");
-      if (region.scheme.side)
-        for (uint64_t unit = 0; unit < unit_count(region.scheme, count); ++unit)
-          if (!side_is_valid(region.scheme, side + unit * region.scheme.side))
-            refuse(i, "side",
-                   fmt::format("values of unit {} are neither finite and of their sign nor the marker", unit));
+      if (region.scheme.scale_words) {
+        const uint64_t units = unit_count(region.scheme, count),
+                       invalid = scale_ops(region.scheme).first_invalid(region.scheme, side, units);
+        if (invalid < units)
+          refuse(i, "scales",
+                 fmt::format("of unit {} are neither finite and of their sign nor the marker", invalid));
+      }
     }
     for (const Task& task : tasks_) {
       const Span s = span(task, body);

@@ -192,20 +192,20 @@ class CudaRunner final : public Runner {
     size_t units = 0;
     for (uint32_t tensor : which) {
       const Scheme& scheme = layout_.regions[tensor].scheme;
-      if (scheme.side) units += unit_count(scheme, layout_.tensors[tensor].count);
+      if (scheme.scale_words) units += unit_count(scheme, layout_.tensors[tensor].count);
     }
     uint32_t* out = sides_.room<uint32_t>(units);
     size_t at = 0;
     for (uint32_t tensor : which) {
       const Scheme& scheme = layout_.regions[tensor].scheme;
-      const uint64_t count = layout_.tensors[tensor].count, here = scheme.side ? unit_count(scheme, count) : 0;
+      const uint64_t count = layout_.tensors[tensor].count, here = scheme.scale_words ? unit_count(scheme, count) : 0;
       if (here == 0) continue;
       const std::byte* from =
           message.data() + layout_.head_bytes + (layout_.regions[tensor].begin + side_offset(scheme, count)) * 4;
-      if (scheme.side == 1)
+      if (scheme.scale_words == 1)
         cuda_throw(cudaMemcpyAsync(out + at, from, here * 4, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
       else
-        cuda_throw(cudaMemcpy2DAsync(out + at, 4, from, scheme.side * 4, 4, here, cudaMemcpyDeviceToHost, stream_),
+        cuda_throw(cudaMemcpy2DAsync(out + at, 4, from, scheme.scale_words * 4, 4, here, cudaMemcpyDeviceToHost, stream_),
                    "cudaMemcpy2DAsync");
       at += here;
     }
@@ -247,7 +247,7 @@ class CudaRunner final : public Runner {
     }
     set_stamp(head_, stamp);
     CudaHead head = device_head(stamp);
-    std::memcpy(&head.head_check, head_.data() + 48, sizeof head.head_check);
+    std::memcpy(&head.head_check, head_.data() + wire::header::head_check, sizeof head.head_check);
     cuda_finish_encode(head, message.data(), check_, stream_);
   }
 
@@ -316,7 +316,7 @@ class CudaRunner final : public Runner {
         {kBadHead, "head", "is not this plan's, or was altered"},
         {kBadStamp, "stamp", "(step, stage, rank, world) is not the expected one"},
         {kBadBody, "body_check", "does not match: the body was altered"},
-        {kBadSide, "side", "values are neither finite and of their sign nor the marker"},
+        {kBadSide, "scales", "are neither finite and of their sign nor the marker"},
         {kBadBitmap, "bitmap", "does not have as many bits as frequencies are kept"},
         {kBadIndices, "indices", "are not increasing, or lie beyond the tensor"},
         {kBadValues, "values", "are not finite"},
@@ -419,7 +419,7 @@ class CudaRunner final : public Runner {
   }
 
   CudaHead device_head(const Stamp& stamp) const {
-    size_t specs = kHeaderBytes;
+    size_t specs = wire::header::size;
     for (const Codec& codec : layout_.specs) specs += spec_bytes(codec);
     return {device_head_,
             static_cast<uint32_t>(layout_.head_bytes),

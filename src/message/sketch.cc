@@ -260,7 +260,7 @@ const char* check_sketch(const Span& s, uint64_t number) {
   const Unit u = unit_of(s, number);
   const Scheme& scheme = *s.scheme;
   const bool marked = u.side[0] == kMarker;
-  if (!marked && u.side[0] >= kInfBits) return "side";
+  if (!marked && u.side[0] >= kInfBits) return "scales";
   if (marked && std::any_of(u.side + 1, u.side + u.side_words, [](uint32_t w) { return w != 0; })) return "buckets";
   if (hashed(scheme)) {
     for (uint64_t b = 0; b < u.buckets; ++b)

@@ -53,7 +53,7 @@ class Exchange {
   void load_feedback(size_t bucket, const std::string& path);
 
   struct Learned {
-    Side side;
+    Direction direction;
     Codec codec;
     std::vector<std::string> tensors;
   };

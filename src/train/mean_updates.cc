@@ -32,6 +32,7 @@ MeanUpdates::MeanUpdates(Engine& engine, std::vector<NamedTensor> tensors, Reduc
     : engine_(engine.split(0)), tensors_(std::move(tensors)), options_(std::move(options)), clock_(options_.device) {
   engine_->set_timeout(timeout);
   GW_CHECK(options_.device.kind == Device::Kind::cpu);
+  if (options_.method == ReduceOptions::Method::gather) options_.down.clear();  // `down` is for the weights
   reducer_ = std::make_unique<Reducer>(*engine_, tensors_, options_);
   weights_ = make_arrays();
   means_ = make_arrays();
@@ -66,14 +67,12 @@ Taken MeanUpdates::exchange(uint64_t step, std::span<const float* const> updates
   reducer_->set_rate(report.rate);
   const std::vector<const void*> in(updates.begin(), updates.end());
   reducer_->run(step, in, pointers<void>(means_));
-  // All workers see the same means, so all decide alike.
+  // The reducer has committed the step by the same rule. All workers see the same means, so all decide alike.
   if (!std::all_of(means_.begin(), means_.end(), [](const auto& mean) { return finite(mean); })) {
-    reducer_->rollback(step);
     return {.next = step + 1, .applied = false};
   }
-  reducer_->commit(step);
   {
-    const auto spell = clock_.decode();
+    const auto timer = clock_.decode();
     for (size_t i = 0; i < tensors_.size(); ++i)
       std::transform(weights_[i].begin(), weights_[i].end(), means_[i].begin(), weights_[i].begin(), std::minus<>());
   }
@@ -93,12 +92,13 @@ void MeanUpdates::hand_out(uint64_t step, std::span<float* const> weights) {
     for (size_t i = 0; i < tensors_.size(); ++i) std::copy(weights_[i].begin(), weights_[i].end(), weights[i]);
     return;
   }
-  const Stamp stamp{.seed = options_.seed, .step = step, .stage = kDown, .rank = 0, .world = 1};
+  const Stamp stamp{
+      .seed = options_.seed, .step = step, .stage = static_cast<uint32_t>(Direction::down), .rank = 0, .world = 1};
   {
-    const auto spell = clock_.encode();
+    const auto timer = clock_.encode();
     runner_->encode(pointers<const void>(weights_), stamp, message_);
   }
-  const auto spell = clock_.decode();
+  const auto timer = clock_.decode();
   const std::vector<void*> out(weights.begin(), weights.end());
   runner_->decode(message_, out, Write::set, &stamp);
   runner_->wait();
@@ -114,11 +114,10 @@ void MeanUpdates::pool(uint64_t step, std::span<float* const> second) {
   const std::vector<const void*> in(second.begin(), second.end());
   const std::vector<void*> out(second.begin(), second.end());
   second_->run(step, in, out);
-  second_->commit(step);
 }
 
 double MeanUpdates::bits() const {
-  const std::vector<Codec> codecs = reducer_->codecs(Side::up);
+  const std::vector<Codec> codecs = reducer_->codecs(Direction::up);
   uint64_t bytes = 0, elements = 0;
   for (size_t i = 0; i < codecs.size(); ++i) {
     bytes += codecs[i].bytes(tensors_[i].count);

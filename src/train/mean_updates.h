@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "collective/clock.h"
+#include "collective/timer.h"
 #include "train/updates.h"
 
 namespace gradwire::train {
@@ -55,7 +55,7 @@ class MeanUpdates final : public Updates {
   std::optional<Plan> plan_;  // of the weights; none: they go down as they are
   std::unique_ptr<Runner> runner_;
   std::vector<std::byte> message_;
-  Clock clock_;
+  ReduceTimer clock_;
 };
 
 }  // namespace gradwire::train

@@ -268,6 +268,7 @@ std::vector<Course> reduce_steps(Where where, ReduceOptions options, int world, 
   run_loopback(world, [&](Engine& engine) {
     const Stream stream;
     ReduceOptions own = options;
+    own.commit = ReduceOptions::Commit::manual;
     own.device = device_of(where, engine, stream);
     Course& course = courses.of(engine);
     {
@@ -409,7 +410,6 @@ TEST_F(Cuda, AStateIsSavedFromAGpuAndGoesOnThere) {
       const auto step = [&](Reducer& reducer, uint64_t n) {
         const Placed data(rig::gradients(kTensors, engine.rank(), n), options.device);
         reducer.run(n, data.in(), data.out());
-        reducer.commit(n);
         return data.read();
       };
       Reducer straight(engine, kTensors, options);

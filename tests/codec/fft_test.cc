@@ -375,7 +375,7 @@ TEST(FftUnits, RefuseLiesByName) {
   ASSERT_EQ(2 * fft_kept(scheme, 128) * 10 % 32, 28u);
   EXPECT_EQ(verdict(scheme, honest.words, side - 1, honest.words[side - 1] | 0x10000000u), "padding");
   for (const uint32_t lie : {0x80000000u, bits(-1.0f), kInfBits, 0x7fc00001u, 0xffffffffu})
-    EXPECT_EQ(verdict(scheme, honest.words, side, lie), "side");
+    EXPECT_EQ(verdict(scheme, honest.words, side, lie), "scales");
   EXPECT_EQ(verdict(scheme, honest.words, side, kMarker), "bitmap");  // a marked unit is empty
   std::vector<uint32_t> marked(honest.words.size(), 0);
   marked[side] = kMarker;

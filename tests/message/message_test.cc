@@ -10,7 +10,7 @@
 #include <regex>
 #include <sstream>
 
-#include "message/forge.h"
+#include "message/message_builder.h"
 #include "wire/golden.h"
 
 namespace gradwire::test {
@@ -102,8 +102,8 @@ TEST(Damage, EveryCutIsRefused) {
     for (size_t size = 0; size < whole.size(); size += bit_step(whole)) {
       Bytes cut(whole.begin(), whole.begin() + static_cast<ptrdiff_t>(size));
       ASSERT_NE(refused_field([&] { read_message(cut); }), "") << c.name << " cut to " << size;
-      if (size < 64) continue;
-      store(std::span(cut), 8, uint64_t{size});
+      if (size < header::size) continue;
+      store(std::span(cut), header::total_bytes, uint64_t{size});
       reseal(cut);
       ASSERT_NE(refused_field([&] { read_message(cut); }), "") << c.name << " cut to " << size << " and resealed";
     }
@@ -116,7 +116,7 @@ TEST(Damage, EveryLongerMessageIsRefused) {
       Bytes longer = golden_frame(c);
       longer.resize(longer.size() + more);
       ASSERT_EQ(refused_field([&] { read_message(longer); }), "total_bytes") << c.name;
-      store(std::span(longer), 8, uint64_t{longer.size()});
+      store(std::span(longer), header::total_bytes, uint64_t{longer.size()});
       reseal(longer);
       ASSERT_NE(refused_field([&] { read_message(longer); }), "") << c.name;
     }
@@ -147,7 +147,7 @@ TEST(Damage, EveryResealedFlipIsRefusedByNameOrHonest) {
   uint64_t taken = 0, refused = 0;
   for (const golden::Case& c : golden::cases()) {
     const Bytes whole = golden_frame(c);
-    const size_t head_bytes = load<uint32_t>(whole, 44);
+    const size_t head_bytes = load<uint32_t>(whole, header::head_bytes);
     const Plan plan(read_head(whole).tensors);
     const auto runner = make_runner(plan, Device{});
     std::vector<Bytes> tensors;
@@ -170,7 +170,7 @@ TEST(Damage, EveryResealedFlipIsRefusedByNameOrHonest) {
         ASSERT_EQ(Plan(read_head(message).tensors).message_bytes(), message.size()) << c.name << " bit " << bit;
       }
       message[bit / 8] = whole[bit / 8];
-      std::memcpy(message.data() + 48, whole.data() + 48, 16);  // the checks
+      std::memcpy(message.data() + header::head_check, whole.data() + header::head_check, 16);
     }
   }
   EXPECT_GT(taken, 10000u);
@@ -182,7 +182,7 @@ TEST(Damage, EveryResealedFlipIsRefusedByNameOrHonest) {
 struct Receiver : testing::Test {
   std::vector<TensorSpec> tensors = {{"a", 1500, DType::f32, Codec::parse("qsgd")},
                                      {"b", 40, DType::f32, Codec::parse("fp32")}};
-  Forged message{tensors};
+  MessageBuilder message{tensors};
   const Stamp stamp{.step = 7, .stage = 1, .rank = 2, .world = 5};
   std::vector<float> out = std::vector<float>(4000);
 
@@ -243,9 +243,9 @@ TEST_F(Receiver, NamesTheNumberOfTensors) {
   two.pop_back();
   two[0].count = 10;
   ASSERT_EQ(Plan(three).message_bytes(), Plan(two).message_bytes());
-  message = Forged(three);
+  message = MessageBuilder(three);
   EXPECT_EQ(field(two), "tensor_count");
-  message = Forged(two);
+  message = MessageBuilder(two);
   EXPECT_EQ(field(three), "tensor_count");
 }
 

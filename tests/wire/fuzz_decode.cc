@@ -21,7 +21,9 @@
 #include "gradwire/feedback.h"
 #include "gradwire/learn.h"
 #include "gradwire/message.h"
+#include "gradwire/rules.h"
 #include "gradwire/runner.h"
+#include "message/wire_offsets.h"
 
 namespace {
 
@@ -106,59 +108,18 @@ void fuzz_message(const uint8_t* data, size_t size) {
   Bytes message(size);
   if (size > 0) std::memcpy(message.data(), data, size);
   decode_both(message);
-  store(message, 8, uint64_t{size});  // total_bytes
+  store(message, wire::header::total_bytes, uint64_t{size});
   reseal(message);
   decode_both(message);
 }
 
 // An honest message of one to three tensors, some bytes of which are changed.
 void fuzz_mutated(Source source) {
-  static constexpr std::array kSpecs = {"fp32",
-                                        "fp16",
-                                        "bf16",
-                                        "qsgd",
-                                        "qsgd:bits=2",
-                                        "qsgd:bits=3",
-                                        "qsgd:bits=5",
-                                        "qsgd:bits=6",
-                                        "qsgd:bits=7",
-                                        "qsgd:bits=8",
-                                        "qsgd:bucket=64",
-                                        "qsgd:bits=3,bucket=128,norm=l2",
-                                        "qsgd:bucket=2048",
-                                        "qsgd:bits=2,bucket=32768,rounding=nearest",
-                                        "terngrad",
-                                        "terngrad:clip=0",
-                                        "terngrad:mode=paper",
-                                        "onebit",
-                                        "onebit:mode=paper",
-                                        "topk",
-                                        "topk:ratio=0.3",
-                                        "topk:ratio=1",
-                                        "topk:ratio=0.001,mode=paper",
-                                        "optquant:bits=2",
-                                        "optquant:bits=3",
-                                        "optquant:bits=4,mode=biased,kappa=0.25",
-                                        "optquant:bits=7,bucket=64",
-                                        "dqsgd",
-                                        "dqsgd:budget=11",
-                                        "dqsgd:min=16",
-                                        "rangefloat",
-                                        "rangefloat:bits=16,mantissa=14",
-                                        "rangefloat:bits=8,mantissa=3,min=-2,max=2,eps=0.125,mode=paper",
-                                        "loggrid",
-                                        "loggrid:k=30,scale=tensor",
-                                        "unigrid",
-                                        "unigrid:bits=13,range=0.5",
-                                        "casq",
-                                        "casq:bits=1",
-                                        "casq:bits=4,budget=1",
-                                        "casq:bits=2,mode=paper",
-                                        "casq:bits=3,mode=paper,counts=on,budget=0.3",
-                                        "fft",
-                                        "fft:chunk=256,bits=5",
-                                        "fft:chunk=4096,theta=0.5,mode=paper",
-                                        "fft:format=float,theta=0"};
+  static const std::vector<std::string> kSpecs = [] {
+    std::vector<std::string> all;
+    for (const CodecInfo& info : codecs()) all.insert(all.end(), info.specs.begin(), info.specs.end());
+    return all;
+  }();
   static constexpr std::array<uint32_t, 12> kCounts = {0, 1, 2, 31, 33, 63, 1023, 1024, 1025, 2500, 33000, 70000};
   std::vector<TensorSpec> tensors(source.next<uint8_t>() % 3 + 1);
   std::vector<std::vector<float>> values;
@@ -198,12 +159,12 @@ void fuzz_mutated(Source source) {
   for (const TensorSpec& t : tensors) outputs.push_back(out.emplace_back(t.count).data());
   runner->decode(message, outputs, Write::set, &stamp);  // what we encode, we decode
 
-  const uint32_t head = load<uint32_t>(message, 44);
-  size_t table = 64;
+  const uint32_t head = load<uint32_t>(message, wire::header::head_bytes);
+  size_t table = wire::header::size;
   size_t fitted = 0;  // the last word of a codec's table, if there is one
-  for (uint32_t i = 0; i < load<uint32_t>(message, 36); ++i) {
-    const uint16_t words = load<uint16_t>(message, table + 2) / 4;
-    table += 4 + (load<uint16_t>(message, table) + 3u) / 4 * 4 + words * 4u;
+  for (uint32_t i = 0; i < load<uint32_t>(message, wire::header::spec_count); ++i) {
+    const uint16_t words = load<uint16_t>(message, table + wire::spec::table_bytes) / 4;
+    table += wire::spec::text + (load<uint16_t>(message, table) + 3u) / 4 * 4 + words * 4u;
     if (words) fitted = table - 4;
   }
   while (source.size > 0 && message.size() >= head) {
@@ -227,19 +188,19 @@ void fuzz_mutated(Source source) {
         if (words > 0) store(message, head + (words - 1 - where % 8 % words) * 4, what);
         break;
       case 4: {  // a field of the table, by a little
-        const size_t at = table + where % tensors.size() * 40 + what / 4 % 5 * 8;
+        const size_t at = table + where % tensors.size() * wire::row::size + what / 4 % 5 * 8;
         store(message, at, load<uint64_t>(message, at) ^ what % 4);
         break;
       }
       case 5:
-        store(message, 8 + where % 5 * 8, uint64_t{what});
+        store(message, wire::header::total_bytes + where % 5 * 8, uint64_t{what});
         break;
       default:
-        message.resize(64 + where % (message.size() - 63));
+        message.resize(wire::header::size + where % (message.size() - wire::header::size + 1));
         break;
     }
   }
-  if (!source.next<uint8_t>()) store(message, 8, uint64_t{message.size()});
+  if (!source.next<uint8_t>()) store(message, wire::header::total_bytes, uint64_t{message.size()});
   reseal(message);
   decode_both(message);
 
@@ -269,11 +230,14 @@ void fuzz_texts(const std::string& text) {
   }
 }
 
-// A table that did not come from a fit, for every codec that has one.
+// A table that did not come from a fit, for every codec that learns one, and for one that does not.
 void fuzz_tables(Source source) {
-  static constexpr std::array kSpecs = {
-      "optquant:bits=2", "optquant:bits=3,mode=biased", "dqsgd", "rangefloat", "casq:bits=1",
-      "casq:bits=2",     "casq:bits=2,mode=paper",      "fft",   "qsgd"};
+  static const std::vector<std::string> kSpecs = [] {
+    std::vector<std::string> all = {"qsgd"};
+    for (const CodecInfo& info : codecs())
+      if (Codec::parse(info.name).traits().learns) all.insert(all.end(), info.specs.begin(), info.specs.end());
+    return all;
+  }();
   const Codec codec = Codec::parse(kSpecs[source.next<uint8_t>() % kSpecs.size()]);
   std::vector<uint32_t> table(source.next<uint8_t>() % 12);
   for (uint32_t& word : table) word = source.next<uint32_t>();

@@ -161,7 +161,7 @@ def norms_of(spec, side):
         lie = side != f32_bits(fixed_range(spec))
     else:
         lie = side >= INFINITY
-    refuse_if((lie & ~marked).any(), "side", "a norm is negative, Inf, a NaN that is not the marker, or not the range")
+    refuse_if((lie & ~marked).any(), "scales", "a norm is negative, Inf, a NaN that is not the marker, or not the range")
     return marked, floats_of(np.where(marked, 0, side))
 
 
@@ -222,7 +222,7 @@ def decode_onebit(spec, region, count, first=0):
     marked = (side == MARKER).all(axis=1)
     above = side[:, 0] < INFINITY
     below = (side[:, 1] == 0) | (side[:, 1] > 0x80000000) & (side[:, 1] < 0xFF800000)
-    refuse_if((~(above & below) & ~marked).any(), "side", "neither +0 or positive, then +0 or negative; nor marked")
+    refuse_if((~(above & below) & ~marked).any(), "scales", "neither +0 or positive, then +0 or negative; nor marked")
     return side[np.arange(count) // unit_elements(spec, count), codes]  # a marked unit has the marker at both
 
 
@@ -287,7 +287,7 @@ def decode_casq(spec, region, count, first=0):
             refuse_if(words[1:].any(), "buckets", "a marked unit has another side word than 0")
             bits[place] = MARKER
             continue
-        refuse_if(words[0] >= INFINITY, "side", "the largest magnitude is negative, Inf or another NaN than the marker")
+        refuse_if(words[0] >= INFINITY, "scales", "the largest magnitude is negative, Inf or another NaN than the marker")
         bucket = casq_buckets(spec, codes[place], m, first + np.arange(start, start + elements))
         if spec.parameters["mode"] == "paper":
             means = words[1 : 1 + m]
@@ -314,7 +314,7 @@ def fft_unit(spec, words, elements):
         refuse_if(bitmap.any(), "bitmap", "of a marked unit is not zero")
         refuse_if(strings.any(), "codes", "of a marked unit are not zero")
         return size, None, parts
-    refuse_if(scale >= INFINITY, "side", "the scale is negative, Inf or a NaN that is not the marker")
+    refuse_if(scale >= INFINITY, "scales", "the scale is negative, Inf or a NaN that is not the marker")
     bins = np.flatnonzero(bits_of(bitmap))
     refuse_if(bins.size != k, "bitmap", f"{bins.size} bits, expected {k}")
     codes = unpack_string(strings, 2 * k, code_bits(spec))

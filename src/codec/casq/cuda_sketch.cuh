@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(1024) sketch_encode(const __grid_constant__ Cu
     }
 
     const Grid grid = grid_for(top);
-    const uint32_t squares_here = static_cast<uint32_t>(warp_sums(Stat::l2, x, grid).second);
+    const uint32_t squares_here = static_cast<uint32_t>(warp_sums(SumKind::squares, x, grid).second);
     if (lane == 0) squares[warp] = squares_here;
     __syncthreads();
     Codes<kBits> codes;
