@@ -34,17 +34,17 @@ class HelpFormatter : public CLI::Formatter {
   }
 
  private:
-  struct Parts {
+  struct KindAndRange {
     std::string kind, range;
   };
 
   // CLI11 appends the description of every check to the name of the kind, after a colon: ":{gather,scatter}" for a
   // choice, ":FLOAT in [0.1 - 1e+07]" for a range.
-  static Parts parts_of(const CLI::Option* option) {
+  static KindAndRange parts_of(const CLI::Option* option) {
     static const std::regex choice(":\\{[^}]*\\}"), range(":[A-Z]+ in \\[(\\S+) - (\\S+)\\]");
     const std::string name = option->get_type_name();
     std::smatch found;
-    Parts parts{std::regex_replace(std::regex_replace(name, choice, ""), range, ""), ""};
+    KindAndRange parts{std::regex_replace(std::regex_replace(name, choice, ""), range, ""), ""};
     if (std::regex_search(name, found, range)) parts.range = "from " + found[1].str() + " to " + found[2].str();
     return parts;
   }

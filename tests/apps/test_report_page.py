@@ -154,7 +154,7 @@ def test_the_link_changes_the_projected_times(page):
         assert words in page.run(
             "return document.querySelector('#figure-time canvas').getAttribute('aria-label')"
         ).replace("\u00a0", " ")
-    assert "projection from what was measured" in page.text("section[aria-labelledby=time] p")
+    assert "These times are projected, not measured" in page.text("section[aria-labelledby=time] p")
 
 
 # Keyboard and screen reader ------------------------------------------------------------------------------------------
