@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# commit.h with the commit of the source tree. The script half of this file runs in every build and writes the header only
-# when the commit has changed, so that a commit compiles one small file again and no reconfiguration is needed.
+# commit.h with the commit of the source tree. The script half of this file runs in every build and writes the header
+# only when the commit has changed, so that a commit compiles one small file again and no reconfiguration is needed.
 if(CMAKE_SCRIPT_MODE_FILE)
   set(commit "")
   execute_process(COMMAND git describe --always --dirty --exclude=* WORKING_DIRECTORY ${SOURCE}

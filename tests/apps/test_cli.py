@@ -400,7 +400,8 @@ def tables(path):
 
 
 def test_encode_fits_codecs_that_learn_and_inspect_shows_it(folder, laplace):
-    for codec, word in (("optquant:bits=3", "levels"), ("casq:bits=2", "thresholds"), ("dqsgd:budget=5", "bits"), ("rangefloat:bits=8", "mantissa"),
+    for codec, word in (("optquant:bits=3", "levels"), ("casq:bits=2", "thresholds"), ("dqsgd:budget=5", "bits"),
+                        ("rangefloat:bits=8", "mantissa"),
                         ("fft:theta=0.85", "theta")):
         run("encode", "--codec", codec, laplace, folder / "f.gw")
         tensor = tables(folder / "f.gw")
@@ -441,8 +442,10 @@ def test_packed_files_are_smaller_and_the_same(folder, laplace):
     run("decode", folder / "a.gw", folder / "a.npy")
     run("decode", folder / "p.gw", folder / "p.npy")
     assert (folder / "a.npy").read_bytes() == (folder / "p.npy").read_bytes()
-    assert run("inspect", folder / "p.gw")[0].split(b"\n", 1)[1] == run("inspect", folder / "a.gw")[0].split(b"\n", 1)[1]
-    for name, content in ("cut", packed[:-9]), ("long", packed + b"x"), ("changed", packed[:40] + bytes([packed[40] ^ 1]) + packed[41:]):
+    below_name = lambda name: run("inspect", folder / name)[0].split(b"\n", 1)[1]
+    assert below_name("p.gw") == below_name("a.gw")
+    changed = packed[:40] + bytes([packed[40] ^ 1]) + packed[41:]
+    for name, content in ("cut", packed[:-9]), ("long", packed + b"x"), ("changed", changed):
         (folder / name).write_bytes(content)
         refuse(3, "bad message", "decode", folder / name, folder / "x.npy")
         assert not (folder / "x.npy").exists()
@@ -453,7 +456,8 @@ def test_a_packed_bomb_is_refused_before_memory_is_taken(folder):
     if b"(Zstandard)" not in run("doctor")[0]:
         pytest.skip("this build has no Zstandard")
     # A frame that claims 2^40 bytes of content and holds none.
-    (folder / "bomb.gw").write_bytes(bytes.fromhex("28b52ffd") + bytes([0xe0]) + (1 << 40).to_bytes(8, "little") + b"\x01\x00\x00")
+    head = bytes.fromhex("28b52ffd") + bytes([0xe0]) + (1 << 40).to_bytes(8, "little")
+    (folder / "bomb.gw").write_bytes(head + b"\x01\x00\x00")
     refuse(3, "packed size", "decode", folder / "bomb.gw", folder / "x.npy")
     refuse(3, "packed size", "inspect", folder / "bomb.gw")
 
