@@ -46,7 +46,7 @@ class HostBenchBackend final : public BenchBackend {
     work();
     return seconds_now() - start;
   }
-  size_t cache_bytes() const override { return 0; }  // caches of the CPU count as part of the machine: no rotation
+  size_t cache_bytes() const override { return 0; }  // on a CPU the caches count as part of the machine
 
  private:
   static void move(void* to, const void* from, size_t bytes) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `gradwire bench`: the group of measuring commands. Each verifies before it times, takes turns between what it compares
-// and reports medians. docs/measuring.md defines every figure.
+// `gradwire bench`: the group of measuring commands. Each verifies before it times, takes turns between what it
+// compares and reports medians. docs/measuring.md defines every figure.
 #include <CLI/CLI.hpp>
 
 #include "cli/command.h"

@@ -69,7 +69,7 @@ BenchCase::BenchCase(BenchBackend& backend, const std::vector<NamedTensor>& tens
     }
     sets_.push_back(std::move(set));
   }
-  // From zero residuals to the ones that one step leaves behind: what every later step starts from.
+  // One step replaces the zero residuals by realistic ones, from which every later step starts.
   for (size_t s = 0; s < sets; ++s) {
     feedback(s);
     std::swap(sets_[s].before, sets_[s].after);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A BenchCase is one thing to time: a plan, a runner for it on a backend, and enough sets of buffers that the cache of a
-// GPU does not flatter the figures. Benchmarks build one or several of them and call encode, feedback and decode in
+// A BenchCase is one thing to time: a plan, a runner for it on a backend, and enough sets of buffers that the cache of
+// a GPU does not flatter the figures. Benchmarks build one or several of them and call encode, feedback and decode in
 // turns.
 #pragma once
 
@@ -59,8 +59,8 @@ class BenchCase {
   std::vector<Set> sets_;
 };
 
-// Throws when the backend's runner and the scalar reference differ in one bit of frame, decoded tensor or residual, on the
-// first million elements of `values`.
+// Throws when the backend's runner and the scalar reference differ in one bit of frame, decoded tensor or residual, on
+// the first million elements of `values`.
 void verify_against_reference(BenchBackend& backend, const BenchCaseOptions& options, std::span<const float> values);
 
 }  // namespace gradwire::app

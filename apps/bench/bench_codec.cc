@@ -42,7 +42,7 @@ struct CodecBenchResult {
   uint64_t tensor_bytes, residual_bytes, frame_bytes;
 };
 
-// Small tensors are repeated within one reading of the clock.
+// A small tensor is processed several times within one measurement.
 uint64_t repeats(uint64_t elements) { return std::clamp<uint64_t>((uint64_t{1} << 20) / elements, 1, 64); }
 
 CodecBenchResult measure(BenchBackend& backend, const std::string& spec, const CodecBenchOptions& options,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// `gradwire bench threads`: what T threads gain over one. T cores of a shared machine are rarely T times as fast as one,
-// so a loop that only computes is run with one thread and with T in the same rounds. The gain of a codec over the gain of
-// that loop shows the quality of the codec's threading.
+// `gradwire bench threads`: what T threads gain over one. T cores of a shared machine are rarely T times as fast as
+// one, so a loop that only computes is run with one thread and with T in the same rounds. The gain of a codec over the
+// gain of that loop shows the quality of the codec's threading.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>

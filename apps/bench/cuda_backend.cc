@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The benchmark backend in GPU memory: one stream, and CUDA events around the work. No kernels here, so a C++ compiler is enough.
+// The benchmark backend in GPU memory, with one stream and CUDA events around the work. It has no kernels, so a C++
+// compiler is enough.
 #include <cuda_runtime.h>
 #include <fmt/format.h>
 

@@ -9,6 +9,7 @@
 
 #include "codec/define.h"
 #include "codec/regions.h"
+#include "core/nearest.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -138,7 +139,10 @@ std::shared_ptr<const Codec::Impl> Codec::Impl::parse(std::string_view spec, boo
   if (!def) {
     std::vector<std::string> names;
     for (const CodecDef& d : definitions()) names.push_back(d.name);
-    throw Error(ErrorKind::usage, fmt::format("codec is '{}'; known are {}", shown(name), fmt::join(names, ", ")),
+    const std::string meant = nearest_name(name, names);
+    throw Error(ErrorKind::usage,
+                fmt::format("codec is '{}'{}; known are {}", shown(name),
+                            meant.empty() ? "" : fmt::format(" (did you mean {}?)", meant), fmt::join(names, ", ")),
                 "codec");
   }
   Values values;
