@@ -519,7 +519,8 @@ struct Driver {
         } else {
           one = false;
           for (uint32_t row = 0; row * kLane < n; ++row)
-            params[row] = B::make_params(scheme, side + (block * kBlock + row * kLane) / scheme.unit * scheme.scale_words);
+            params[row] =
+                B::make_params(scheme, side + (block * kBlock + row * kLane) / scheme.unit * scheme.scale_words);
         }
       }
       const int bits = B::kCodeBits ? B::kCodeBits : scheme.bits;

@@ -491,7 +491,7 @@ __device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, 
     }
     const bool is_one = scheme.scale_words == 0 || unit >= kBlock;
     UnitParams p;
-    const auto take = [&](int row) {                                // the parameters of a row
+    const auto take = [&](int row) {  // the parameters of a row
       if constexpr (!B::kTwoParams) {
         const uint32_t side[2] = {__shfl_sync(kFull, my_side, row), 0};
         p = B::make_params(scheme, side);

@@ -286,7 +286,8 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
       if (scheme.scale_words > 1) side[1] = __ldg(job.body + place.side + unit * scheme.scale_words + 1);
       if (scheme.unit == 0 ? block == 0 : unit << job.unit_shift == block) {
         if (!B::scales_valid(scheme, side)) problem |= kBadSide;
-        for (uint32_t s = 0; s < scheme.scale_words; ++s) sides.add(lane, side[s], place.side + unit * scheme.scale_words + s, check);
+        for (uint32_t s = 0; s < scheme.scale_words; ++s)
+          sides.add(lane, side[s], place.side + unit * scheme.scale_words + s, check);
       }
       p = B::make_params(scheme, side);
       if constexpr (B::kTableFloats > 0) p.table = table;

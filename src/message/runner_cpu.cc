@@ -154,8 +154,8 @@ class CpuRunner final : public Runner {
       } else if (task.kind == Task::Kind::fft) {
         decode_fft(kernels_, fft_, fft_scheme(*s.scheme), s, task.begin, task.end, scratch);
       } else {
-        const UnitParams params =
-            scale_ops(*s.scheme).make_params(*s.scheme, s.region + side_offset(*s.scheme, s.count) + task.unit * s.scheme->scale_words);
+        const UnitParams params = scale_ops(*s.scheme).make_params(
+            *s.scheme, s.region + side_offset(*s.scheme, s.count) + task.unit * s.scheme->scale_words);
         bad = kernels_.decode(s, &params, scratch);
       }
       if (bad) liar = task.tensor;
@@ -329,8 +329,7 @@ class CpuRunner final : public Runner {
         const uint64_t units = unit_count(region.scheme, count),
                        invalid = scale_ops(region.scheme).first_invalid(region.scheme, side, units);
         if (invalid < units)
-          refuse(i, "scales",
-                 fmt::format("of unit {} are neither finite and of their sign nor the marker", invalid));
+          refuse(i, "scales", fmt::format("of unit {} are neither finite and of their sign nor the marker", invalid));
       }
     }
     for (const Task& task : tasks_) {

@@ -205,8 +205,9 @@ class CudaRunner final : public Runner {
       if (scheme.scale_words == 1)
         cuda_throw(cudaMemcpyAsync(out + at, from, here * 4, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
       else
-        cuda_throw(cudaMemcpy2DAsync(out + at, 4, from, scheme.scale_words * 4, 4, here, cudaMemcpyDeviceToHost, stream_),
-                   "cudaMemcpy2DAsync");
+        cuda_throw(
+            cudaMemcpy2DAsync(out + at, 4, from, scheme.scale_words * 4, 4, here, cudaMemcpyDeviceToHost, stream_),
+            "cudaMemcpy2DAsync");
       at += here;
     }
     return {out, units};
