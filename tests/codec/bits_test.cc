@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The bit controller against the experiment it was derived from: gradient descent on F = |x|^2 / 2 with gradient noise
 // and stochastic rounding, where bits are worth more at the end, and the bounds that the two forms promise.
-#include "codec/dqsgd/budget.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,6 +12,7 @@
 #include <random>
 #include <vector>
 
+#include "codec/dqsgd/budget.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
