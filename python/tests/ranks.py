@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks for tests: processes that stay, because importing torch takes seconds. Six of them, with a Gloo group for every world
-from 1 to 6; a test names a function of its own file, and every rank of the world runs it.
+"""Ranks for tests: processes that stay, because importing torch takes seconds. Six of them, with a Gloo group for every
+world from 1 to 6; a test names a function of its own file, and every rank of the world runs it.
 
     ranks.run(4, some_function, "argument")   -> [result of rank 0, ...]
 """
@@ -12,17 +12,32 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any, Callable
 
 LARGEST = 6
 
+# Seconds. No test asserts how long something takes: a busy machine may take any time. These limits only end a test that
+# hangs.
+PATIENCE = 300
+
 
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Waits until `condition` holds, and returns whether it does."""
+    deadline = time.monotonic() + PATIENCE / 2  # so that the rank still answers
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 class Rank:
@@ -68,7 +83,9 @@ class Ranks:
         self.processes = []
         for rank in range(processes):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, processes, port, os.path.dirname(__file__), backend), daemon=True)
+            process = context.Process(
+                target=_serve, args=(there, rank, processes, port, os.path.dirname(__file__), backend), daemon=True
+            )
             process.start()
             there.close()
             self.pipes.append(here)
@@ -78,21 +95,21 @@ class Ranks:
         for pipe in self.pipes[:world]:
             pipe.send((function.__module__, function.__name__, world, arguments))
 
-    def results(self, world: int, timeout: float = 120) -> list[tuple[bool, Any]]:
+    def results(self, world: int) -> list[tuple[bool, Any]]:
         """(whether it succeeded, result or error) of every rank that still answers."""
         outcomes = []
         for rank, pipe in enumerate(self.pipes[:world]):
             try:
-                if not pipe.poll(timeout):
-                    raise TimeoutError(f"rank {rank} did not answer in {timeout} s")
+                if not pipe.poll(PATIENCE):
+                    raise TimeoutError(f"rank {rank} did not answer in {PATIENCE} s")
                 outcomes.append(pipe.recv())
             except EOFError:
                 outcomes.append((False, ("EOFError", "the process is gone", "")))
         return outcomes
 
-    def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         self.start(world, function, *arguments)
-        outcomes = self.results(world, timeout)
+        outcomes = self.results(world)
         errors = {rank: value for rank, (fine, value) in enumerate(outcomes) if not fine}
         if errors:
             raise RankError(errors)

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input is one clear exception each, and the process group stays usable where torch allows it; a rank that dies or stalls
-is an error on the others, within the time-out.
+"""Bad input is one clear exception each, and the process group stays usable where torch allows it; a rank that dies or
+stalls is an error on the others, within the time-out.
 """
 
 from __future__ import annotations
 
+import gc
 import os
-import time
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from ranks import Rank, Ranks
+import torch.distributed as dist
+from ranks import Rank, Ranks, eventually
 from test_ddp import equal, network, prepared, train, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -52,7 +54,9 @@ def refusals(rank: Rank, how: str) -> str:
         codec = "dqsgd:mode=paper"
     elif how == "warmup":
         options["warmup"] = -1
-    words = said(lambda: gw.compress(model, codec)) if how == "no ddp" else said(lambda: gw.compress(DDP(model, process_group=rank.group), codec, **options))
+    words = said(lambda: gw.compress(model, codec)) if how == "no ddp" else said(
+        lambda: gw.compress(DDP(model, process_group=rank.group), codec, **options)
+    )
     ddp, optimizer, _ = prepared(rank, "qsgd:bits=4")  # on the same process group
     train(rank, ddp, optimizer, range(1))
     return words
@@ -64,14 +68,17 @@ def refusals(rank: Rank, how: str) -> str:
         ("codecs differ", ["MismatchError: ranks disagree about up"] * 2),
         ("one bad codec", ["MismatchError: rank 1 cannot take part: bits is '99'", "UsageError: bits is '99'"]),
         ("unknown codec", ["UsageError: codec is 'zip'"] * 2),
-        ("no string", ["UsageError: codec is a int"] * 2),
+        ("no string", ["UsageError: codec is of type int"] * 2),
         ("seeds differ", ["MismatchError: ranks disagree about seed: rank 0 has '0', rank 1 has '1'"] * 2),
-        ("float64", ["UnsupportedError: parameter '0.weight' is float64; allowed are float32, float16 and bfloat16"] * 2),
+        (
+            "float64",
+            ["UnsupportedError: parameter '0.weight' is float64; allowed are float32, float16 and bfloat16"] * 2,
+        ),
         ("method", ["UsageError: method is 'ring'; allowed are scatter, gather"] * 2),
         ("residual", ["UsageError: residual is torch.float16"] * 2),
         ("paper", ["UnsupportedError: dqsgd:mode=paper must see"] * 2),
         ("warmup", ["UsageError: warmup"] * 2),
-        ("no ddp", ["UsageError: ddp is a Sequential"] * 2),
+        ("no ddp", ["UsageError: model is a Sequential that is not distributed"] * 2),
     ],
 )
 def test_what_cannot_work_is_refused_and_the_group_goes_on(ranks: Ranks, how: str, words: list[str]) -> None:
@@ -118,7 +125,9 @@ def channels_last(rank: Rank) -> Any:
     x = torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(rank.rank))
     ddp(x).square().mean().backward()
     plain(x).square().mean().backward()
-    return all(torch.allclose(a.grad, b.grad, rtol=3e-3, atol=1e-4) for a, b in zip(ddp.parameters(), plain.parameters()))
+    return all(
+        torch.allclose(a.grad, b.grad, rtol=3e-3, atol=1e-4) for a, b in zip(ddp.parameters(), plain.parameters())
+    )
 
 
 def test_parameters_in_any_memory_format(ranks: Ranks) -> None:
@@ -151,23 +160,22 @@ def test_the_guard_exempts_what_passes_its_limit(ranks: Ranks) -> None:
     for exempt, parameters, warned, written, restored in results:
         assert exempt == results[0][0] and "2.weight" in exempt and exempt == restored
         assert parameters["2.weight"]["codec"] == "fp32" and parameters["2.weight"]["error"] == 0.0
-        assert any("'2.weight' goes uncompressed" in words for words in warned)
+        assert any("'2.weight' is sent uncompressed" in words for words in warned)
         assert {"gradwire/bits", "gradwire/bytes", "gradwire/error/2.weight", "gradwire/seconds/encode"} <= set(written)
 
 
 def endless(rank: Rank, dies: str) -> Any:
-    ddp, optimizer, hook = prepared(rank, "qsgd:bits=4", timeout=5)
+    ddp, optimizer, hook = prepared(rank, "qsgd:bits=4", timeout=15)
     train(rank, ddp, optimizer, range(2))
-    begin = time.monotonic()
+    store = dist.distributed_c10d._get_default_store()
     if rank.rank == 1:
         if dies == "killed":
             os.kill(os.getpid(), 9)
-        time.sleep(12)
-        return "slept"
+        return eventually(lambda: store.check(["rank 0 has failed", "rank 2 has failed"]))
     first = said(lambda: train(rank, ddp, optimizer, range(2, 4)))
-    took = time.monotonic() - begin
+    store.set(f"rank {rank.rank} has failed", "")
     again = said(lambda: train(rank, ddp, optimizer, range(4, 5)))
-    return first, took, again
+    return first, again
 
 
 @pytest.mark.parametrize("dies", ["killed", "stalls"])
@@ -175,13 +183,16 @@ def test_a_rank_that_dies_is_an_error_on_the_others(dies: str) -> None:
     pool = Ranks(3)
     try:
         pool.start(3, endless, dies)
-        outcomes = pool.results(3, timeout=60)
+        # Without `timeout` the process group would wait for half an hour, which is longer than these tests wait for a
+        # rank.
+        outcomes = pool.results(3)
         for rank in (0, 2):
             fine, value = outcomes[rank]
             assert fine, value
-            first, took, again = value
-            assert "Error" in first and took < 10, (first, took)
+            first, again = value
+            assert "Error" in first, first
             assert "an earlier bucket failed" in again, again
+        assert dies == "killed" or outcomes[1] == (True, True), outcomes[1]
     finally:
         pool.close()
 
@@ -193,7 +204,7 @@ def alone(rank: Rank) -> Any:
 
 
 def test_a_world_of_one_sends_nothing(ranks: Ranks) -> None:
-    assert ranks.run(1, alone)[0][:2] == (0, 0.0)
+    assert ranks.run(1, alone)[0][:2] == (0, 1.0)
 
 
 def test_errors_are_of_the_package() -> None:
@@ -201,16 +212,19 @@ def test_errors_are_of_the_package() -> None:
 
 
 def forgotten(rank: Rank) -> Any:
-    import gc
-    import weakref
-
+    """The threads that carry messages hold the last bucket until they have returned from it, which may be some time
+    after backward() has its result. So one collection of garbage may come too early."""
     ddp, optimizer, hook = prepared(rank, "qsgd:bits=4")
     train(rank, ddp, optimizer, range(2))
     model, kept = weakref.ref(ddp), weakref.ref(hook)
     del ddp, optimizer, hook
-    gc.collect()
-    return model() is None, kept() is None
+
+    def freed() -> bool:
+        gc.collect()
+        return model() is None and kept() is None
+
+    return eventually(freed)
 
 
 def test_a_model_that_is_dropped_is_freed(ranks: Ranks) -> None:
-    assert ranks.run(2, forgotten) == [(True, True)] * 2
+    assert ranks.run(2, forgotten) == [True] * 2

@@ -5,17 +5,12 @@
 
 #include <set>
 
+#include "codec/define.h"
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 
 namespace gradwire {
 namespace {
-
-// On the way down every element has one sender, so no average removes its random errors: round to nearest.
-Codec to_nearest(const Codec& codec) {
-  if (codec.has("rounding")) return codec.with("rounding", "nearest");
-  return codec.name() == "optquant" ? codec.with("mode", "biased") : codec;
-}
 
 // A lossless codec leaves no residual: memory for one would hold zeros for ever.
 bool wants_residual(const Codec& codec, ReduceOptions::Feedback choice) {
@@ -64,7 +59,8 @@ Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOption
   down_text_ = "as up, to nearest";
   for (const NamedTensor& tensor : tensors) {
     up.push_back(up_rules.codec_for(tensor.name, tensor.dimensions, tensor.count));
-    down.push_back(to_nearest(up.back()));
+    // Downwards there is one sender per element, so nothing averages its random errors out: round to nearest.
+    down.push_back(nearest_of(up.back()));
   }
   if (!options.down.empty()) {
     const Rules rules = Rules::parse(options.down);

@@ -46,7 +46,7 @@ void Learning::observe(Runner& runner, std::span<const Shard> shards, uint64_t s
       if (std::find(entry.tensors.begin(), entry.tensors.end(), shards[s].tensor) != entry.tensors.end())
         which.push_back(s);
     if (which.empty()) continue;
-    entry.learner.look(runner, which, step, tensors, residuals, message);
+    entry.learner.observe(runner, which, step, tensors, residuals, message);
     runner.wait();
     entry.learner.collect();
   }
@@ -55,15 +55,15 @@ void Learning::observe(Runner& runner, std::span<const Shard> shards, uint64_t s
 size_t Learning::stats_bytes(uint64_t step, bool ahead) const {
   size_t bytes = 0;
   for (const Entry& entry : learners_)
-    if (entry.due(step, ahead)) bytes += entry.learner.evidence_bytes();
+    if (entry.due(step, ahead)) bytes += entry.learner.stats_bytes();
   return bytes;
 }
 
 void Learning::take_stats(uint64_t step, bool ahead, std::span<std::byte> out) {
   for (Entry& entry : learners_) {
     if (!entry.due(step, ahead)) continue;
-    entry.learner.take_evidence(out.first(entry.learner.evidence_bytes()));
-    out = out.subspan(entry.learner.evidence_bytes());
+    entry.learner.take_stats(out.first(entry.learner.stats_bytes()));
+    out = out.subspan(entry.learner.stats_bytes());
   }
 }
 
@@ -72,9 +72,9 @@ void Learning::learn(uint64_t step, bool ahead, std::span<const std::span<const 
   for (Entry& entry : learners_) {
     if (!entry.due(step, ahead)) continue;
     std::vector<std::span<const std::byte>> own;
-    for (const auto& one : ranks) own.push_back(one.subspan(at, entry.learner.evidence_bytes()));
+    for (const auto& one : ranks) own.push_back(one.subspan(at, entry.learner.stats_bytes()));
     entry.learner.learn(step, own);
-    at += entry.learner.evidence_bytes();
+    at += entry.learner.stats_bytes();
   }
 }
 

@@ -42,7 +42,7 @@ class Learning {
     std::string name;             // of its extra state
     std::vector<size_t> tensors;  // of the job
     Learner learner;
-    bool due(uint64_t step, bool ahead) const { return learner.looks(step) && learner.ahead() == ahead; }
+    bool due(uint64_t step, bool ahead) const { return learner.observes(step) && learner.ahead() == ahead; }
   };
   std::vector<Entry> learners_;
   std::vector<Codec> fixed_;  // per tensor: its codec if it learns nothing

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// See qadam.h. The loop over a processor's arrays is plain, so that the compiler makes vectors of it (without errno,
-// which sqrtf would have to set); threads, where there are any, take stretches of it.
+// See qadam.h.
 #include "optim/qadam.h"
 
 #include <fmt/format.h>
@@ -9,43 +8,11 @@
 #include <bit>
 #include <cstring>
 
-#include "core/pool.h"
 #include "device/memory.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
 namespace {
-
-constexpr uint64_t kStretch = uint64_t{1} << 16;  // elements that one thread takes at a time
-
-template <bool kMoves, bool kShared>
-void loop(const QAdamNumbers& n, const QAdamSpan& s) {
-  const float* __restrict gradient = s.gradient;
-  float* __restrict shared = s.shared;
-  float* __restrict first = s.first;
-  float* __restrict second = s.second;
-  float* __restrict update = s.update;
-  for (uint64_t i = 0; i < s.count; ++i) {
-    float& third = kShared ? shared[i] : second[i];  // not looked at without
-    update[i] = qadam_element<kShared>(n, kMoves ? gradient[i] : 0.0f, first[i], second[i], third);
-  }
-}
-
-void run_stretch(const QAdamNumbers& n, const QAdamSpan& s) {
-  if (s.gradient)
-    s.shared ? loop<true, true>(n, s) : loop<true, false>(n, s);
-  else
-    s.shared ? loop<false, true>(n, s) : loop<false, false>(n, s);
-}
-
-QAdamSpan stretch_of(const QAdamSpan& s, uint64_t from) {
-  return {.gradient = s.gradient ? s.gradient + from : nullptr,
-          .first = s.first + from,
-          .second = s.second + from,
-          .shared = s.shared ? s.shared + from : nullptr,
-          .update = s.update + from,
-          .count = std::min(kStretch, s.count - from)};
-}
 
 void check(const char* field, bool fine, double value, const char* allowed) {
   if (!fine) throw Error(ErrorKind::usage, fmt::format("{} is {}; allowed is {}", field, value, allowed), field);
@@ -73,7 +40,7 @@ struct QAdam::Arrays {
 };
 
 QAdam::QAdam(std::vector<uint64_t> counts, const QAdamOptions& options, const Device& device)
-    : counts_(std::move(counts)), options_(options), device_(device), memory_(memory_of(device)) {
+    : counts_(std::move(counts)), options_(options), device_(device), memory_(memory_of(device)), elementwise_(device) {
   check("beta", options.beta >= 0 && options.beta < 1, options.beta, "0 to 1, without 1");
   check("theta", options.theta > 0 && (options.theory ? options.theta <= 1 : options.theta < 1), options.theta,
         options.theory ? "above 0, to 1" : "above 0 and below 1");
@@ -90,7 +57,6 @@ QAdam::QAdam(std::vector<uint64_t> counts, const QAdamOptions& options, const De
       for (size_t i = 0; moment != Moment::first && i < counts_.size(); ++i)
         write(moment, i, {start.data(), counts_[i]});
   }
-  if (device.kind == Device::Kind::cpu && device.threads > 1) pool_ = std::make_unique<Pool>(device.threads);
 }
 
 QAdam::~QAdam() = default;
@@ -129,20 +95,20 @@ void QAdam::again(double rate, std::span<float* const> updates) { run(numbers(ra
 
 void QAdam::run(const QAdamNumbers& numbers, std::span<const float* const> gradients, std::span<float* const> updates) {
   GW_CHECK(updates.size() == counts_.size());
-  std::vector<QAdamSpan> spans;
+  std::vector<OptimizerSpan> spans;
   for (size_t i = 0; i < counts_.size(); ++i)
     spans.push_back({.gradient = gradients.empty() ? nullptr : gradients[i],
                      .first = first_->at(i),
                      .second = second_->at(i),
                      .shared = shared_ ? shared_->at(i) : nullptr,
-                     .update = updates[i],
+                     .out = updates[i],
                      .count = counts_[i]});
-  if (device_.kind == Device::Kind::cuda) return cuda_qadam(device_.index, device_.stream, spans, numbers);
-  std::vector<QAdamSpan> stretches;
-  for (const QAdamSpan& span : spans)
-    for (uint64_t from = 0; from < span.count; from += kStretch) stretches.push_back(stretch_of(span, from));
-  if (pool_) return pool_->run(stretches.size(), [&](size_t task, int) { run_stretch(numbers, stretches[task]); });
-  for (const QAdamSpan& stretch : stretches) run_stretch(numbers, stretch);
+  if (gradients.empty())
+    shared_ ? elementwise_.run(spans, QAdamRule<false, true>{numbers})
+            : elementwise_.run(spans, QAdamRule<false, false>{numbers});
+  else
+    shared_ ? elementwise_.run(spans, QAdamRule<true, true>{numbers})
+            : elementwise_.run(spans, QAdamRule<true, false>{numbers});
 }
 
 bool QAdam::pools(uint64_t step) const {
@@ -190,9 +156,5 @@ void QAdam::write(Moment moment, size_t parameter, std::span<const float> values
 }
 
 uint64_t QAdam::bytes() const { return moments().size() * first_->floats * sizeof(float); }
-
-#if !defined(GRADWIRE_HAS_CUDA)
-void cuda_qadam(int, void*, std::span<const QAdamSpan>, const QAdamNumbers&) { no_cuda(); }
-#endif
 
 }  // namespace gradwire

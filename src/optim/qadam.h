@@ -22,10 +22,10 @@
 
 #include "core/bits.h"
 #include "gradwire/runner.h"
+#include "optim/elementwise.h"
 
 namespace gradwire {
 
-class Pool;
 struct Memory;
 
 struct QAdamOptions {
@@ -57,12 +57,19 @@ GW_HD inline float qadam_element(const QAdamNumbers& n, float g, float& m, float
   return n.rate * (m / (below > kLeastRoot ? below : kLeastRoot));
 }
 
-// One array of everything. A null gradient: moments stand still, and the numbers say so. A null shared: v itself.
-struct QAdamSpan {
-  const float* gradient;
-  float *first, *second, *shared;
-  float* update;
-  uint64_t count;
+// The element rule. `out` is the update. Without kMoves there is no gradient: the moments stand still, which the numbers
+// say too. Without kShared there is no shared moment.
+template <bool kMoves, bool kShared>
+struct QAdamRule {
+  QAdamNumbers numbers;
+
+  GW_HD void operator()(const OptimizerSpan& s, uint64_t i) const {
+    float m = s.first[i], v = s.second[i], shared = kShared ? s.shared[i] : 0.0f;
+    s.out[i] = qadam_element<kShared>(numbers, kMoves ? s.gradient[i] : 0.0f, m, v, shared);
+    s.first[i] = m;
+    s.second[i] = v;
+    if constexpr (kShared) s.shared[i] = shared;
+  }
 };
 
 class QAdam {
@@ -103,10 +110,7 @@ class QAdam {
   Device device_;
   std::shared_ptr<Memory> memory_;
   std::unique_ptr<Arrays> first_, second_, shared_;
-  std::unique_ptr<Pool> pool_;  // threads, on the CPU
+  Elementwise elementwise_;
 };
-
-// qadam_cuda.cu
-void cuda_qadam(int index, void* stream, std::span<const QAdamSpan> spans, const QAdamNumbers& numbers);
 
 }  // namespace gradwire

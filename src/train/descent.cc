@@ -40,7 +40,7 @@ class GradientDescent final : public Descent {
       : engine_(parts.engine),
         control_(parts.control),
         clip_(parts.settings.clip),
-        optimizer_(parts.settings, tensors_of(parts.parameters)) {
+        optimizer_(parts.settings, tensors_of(parts.parameters), parts.compute_device()) {
     ReduceOptions options = parts.settings.reduce_options();
     options.device = parts.codec_device;
     exchange_ = std::make_unique<Exchange>(parts.engine, parts.parameters, options, parts.settings.bucket_mb * 1e6,
@@ -109,6 +109,12 @@ class GradientDescent final : public Descent {
 };
 
 }  // namespace
+
+Device DescentParts::compute_device() const {
+  Device device = codec_device;
+  if (stream) device.stream = stream->native_handle();
+  return device;
+}
 
 std::unique_ptr<Descent> make_descent(const DescentParts& parts) {
   if (parts.settings.optimizer != "qadam") return std::make_unique<GradientDescent>(parts);

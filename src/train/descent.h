@@ -85,6 +85,8 @@ struct DescentParts {
   Device codec_device;
   const ServerPlace* server = nullptr;  // null: the engine's ranks are all there is
   std::vector<NamedParameter> buffers;  // what the model keeps beside its parameters, in f32
+
+  Device compute_device() const;  // where the worker computes: the device of the codecs, on the worker's own stream
 };
 
 // Collective.

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// SGD with momentum, Adam and AdamW over lists of tensors, with the arithmetic of torch.optim: a few operations on all
-// parameters at once, so that on a GPU a model of many small tensors is not many small launches. State is plain
-// tensors, in a fixed order.
+// The optimiser that all workers run at the mean gradient: SGD with momentum, Adam or AdamW over the tensors of a model.
+//
+// The arithmetic is ours (optim/adam.h) and not torch's, because workers must end a step with the same bits. torch's
+// square root goes to a vector library that looks for its processor at the first call, without a lock, and answers with
+// twelve bits while two threads make that call at once (docs/decisions.md).
 #pragma once
 
 #include <torch/types.h>
@@ -9,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "optim/adam.h"
 #include "train/settings.h"
 
 namespace gradwire::train {
@@ -20,7 +23,8 @@ double factor_of(double norm, double clip, double loss_scale);
 
 class Optimizer {
  public:
-  Optimizer(const Settings& settings, std::vector<torch::Tensor> parameters);
+  // `device` is where the parameters are, with the stream that the worker computes on.
+  Optimizer(const Settings& settings, std::vector<torch::Tensor> parameters, const Device& device);
 
   void step(double rate, double factor);  // gradients are first multiplied by `factor`
 
@@ -30,11 +34,10 @@ class Optimizer {
   int64_t steps = 0;
 
  private:
-  void sgd(const std::vector<torch::Tensor>& gradients, double rate);
-  void adam(const std::vector<torch::Tensor>& gradients, double rate);
-
   std::string kind_;
-  double momentum_, weight_decay_;
+  SgdOptions sgd_;
+  AdamOptions adam_;
+  Elementwise elementwise_;
   std::vector<torch::Tensor> parameters_, state_;  // sgd: momentum; adam: first, then second moments
 };
 

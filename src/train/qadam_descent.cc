@@ -26,12 +26,6 @@ std::vector<T*> pointers(const std::vector<torch::Tensor>& tensors) {
   return list;
 }
 
-Device device_of(const DescentParts& parts) {
-  Device device = parts.codec_device;
-  if (parts.stream) device.stream = parts.stream->native_handle();
-  return device;
-}
-
 std::vector<uint64_t> counts_of(const std::vector<NamedParameter>& parameters) {
   std::vector<uint64_t> counts;
   for (const NamedParameter& one : parameters) counts.push_back(static_cast<uint64_t>(one.tensor.numel()));
@@ -44,7 +38,7 @@ class QAdamDescent final : public Descent {
       : updates_(std::move(updates)),
         clip_(parts.settings.clip),
         weight_decay_(parts.settings.weight_decay),
-        qadam_(counts_of(parts.parameters), parts.settings.qadam_options(), device_of(parts)) {
+        qadam_(counts_of(parts.parameters), parts.settings.qadam_options(), parts.compute_device()) {
     torch::NoGradGuard no_grad;
     for (const NamedParameter& one : parts.parameters) {
       GW_CHECK(one.tensor.is_contiguous() && one.tensor.scalar_type() == torch::kFloat32);

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "gradwire/error.h"
+#include "train/warm_up.h"
 #include "train/worker.h"
 
 namespace gradwire::train {
@@ -85,6 +86,7 @@ nlohmann::json run(const Job& job, Engine* engine) {
                       : engine || job.places.server ? 1
                                                     : std::max(1, cores() / settings.workers);
 
+  warm_up(job);
   nlohmann::json record;
   const auto work = [&](Engine& own) {
     at::set_num_threads(threads);

@@ -33,7 +33,7 @@ class ServerUpdates final : public Updates {
   void load(const std::string& path) override;
 
   std::optional<uint32_t> seat() const override { return client_.slot(); }
-  bool leads() const override { return client_.keeper(); }
+  bool leads() const override { return client_.owns_buffers(); }
   void send_buffers(std::span<const float* const> buffers) override { client_.send_buffers(buffers); }
   bool take_buffers(std::span<float* const> buffers) override { return client_.take_buffers(buffers); }
   nlohmann::json end() override;

@@ -175,7 +175,7 @@ TEST_F(Cuda, LearnersSeeWhatTheySeeOnTheCpu) {
     for (int i = 0; i < 40; ++i) picks.push_back({2, 0});
     const std::span<const float> sample = runner->sample(in, &residuals, picks);
     const uint32_t which[] = {2, 0};
-    const std::span<const uint32_t> sides = runner->sides({message, plan.message_bytes()}, which);
+    const std::span<const uint32_t> sides = runner->scales({message, plan.message_bytes()}, which);
     runner->wait();
     std::pair<std::vector<float>, std::vector<uint32_t>> seen({sample.begin(), sample.end()},
                                                               {sides.begin(), sides.end()});

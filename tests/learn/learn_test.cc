@@ -130,11 +130,11 @@ TEST(Learning, EvidenceIsTheSameInAnyOrderOfRanks) {
       std::vector<std::byte> message(plan.message_bytes());
       runner->encode(data.in(), {}, message);
       const uint32_t which[] = {0};
-      learner.look(*runner, which, 0, data.in(), nullptr, message);
+      learner.observe(*runner, which, 0, data.in(), nullptr, message);
       runner->wait();
       learner.collect();
-      evidence.emplace_back(learner.evidence_bytes());
-      learner.take_evidence(evidence.back());
+      evidence.emplace_back(learner.stats_bytes());
+      learner.take_stats(evidence.back());
     }
     std::vector<std::byte> state;
     std::vector<size_t> order = {0, 1, 2, 3};

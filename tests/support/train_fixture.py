@@ -5,6 +5,7 @@ the formats that their publishers use; the program, run, interrupted and killed;
 The program is $GRADWIRE_BIN, $GRADWIRE (set by ctest) or build/bin/gradwire.
 """
 
+import fcntl
 import gzip
 import json
 import os
@@ -18,7 +19,7 @@ import numpy as np
 PROGRAM = (os.environ.get("GRADWIRE_BIN") or os.environ.get("GRADWIRE")
            or str(Path(__file__).resolve().parents[2] / "build/bin/gradwire"))
 INTERNAL, USAGE, BAD_INPUT, IO, UNSUPPORTED, INTERRUPTED = 1, 2, 3, 4, 5, 130
-SECONDS = 120  # nothing here takes longer; a run that does hangs
+SECONDS = None  # no limit of our own: how fast a machine is decides nothing here, and ctest ends a run that hangs
 
 MPI_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                    "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none",
@@ -162,12 +163,19 @@ def refuse(code, expected, *arguments, command="train", **options):
 
 
 class Live:
-    """A running program whose events are read as they come."""
+    """A running program whose lines are read as they come.
+
+    Its pipe holds one page and is read byte by byte, so the program is never more than some dozen lines ahead of the
+    test: a run that has many more steps to go cannot end while the test is kept from the processor.
+    """
+
+    AHEAD = 4096  # bytes that the program may have written and the test has not read
 
     def __init__(self, *arguments, command="train", json_lines=True):
         more = ["--json"] if json_lines else []
         self.process = subprocess.Popen([PROGRAM, command, *words(arguments), *more], stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE, text=True)
+                                        stderr=subprocess.PIPE, bufsize=0)
+        fcntl.fcntl(self.process.stdout, fcntl.F_SETPIPE_SZ, self.AHEAD)
         self.lines = []
 
     def __enter__(self):
@@ -180,13 +188,21 @@ class Live:
     def until(self, found):
         """Reads lines until one satisfies `found`; False if the program ended before."""
         for line in self.process.stdout:
-            self.lines.append(line)
-            if found(line):
+            self.lines.append(line.decode())
+            if found(self.lines[-1]):
                 return True
         return False
 
     def until_step(self, step):
         return self.until(lambda line: '"event":"step"' in line and json.loads(line)["step"] >= step)
+
+    def pause(self):
+        """Stops the program where it is, until go_on()."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def go_on(self):
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self):
         self.process.send_signal(signal.SIGKILL)
@@ -198,4 +214,4 @@ class Live:
     def rest(self):
         """To the end: (exit code, all of stdout, stderr)."""
         out, errors = self.process.communicate(timeout=SECONDS)
-        return self.process.returncode, "".join(self.lines) + out, errors
+        return self.process.returncode, "".join(self.lines) + out.decode(), errors.decode()
