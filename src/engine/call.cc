@@ -72,7 +72,7 @@ Call barrier_call(int world) {
 }
 
 std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout) {
-  // Above a year, adding it to a clock might overflow; nobody means it.
+  // Above a year, adding it to a clock might overflow.
   if (timeout.count() <= 0 || timeout > std::chrono::hours(24 * 365)) {
     throw Error(ErrorKind::usage, fmt::format("timeout is {} ms; allowed is 1 ms to one year", timeout.count()),
                 "timeout");

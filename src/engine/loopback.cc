@@ -3,14 +3,14 @@
 //
 // Starting an operation posts the rank's spans under its own count of operations, the sequence number; the ranks that
 // posted the same number have met. A pair is what one rank sends another in one operation. As soon as both have posted,
-// the pair is ready, and whoever of the two waits first copies it, straight from the sender's memory into the
-// receiver's. So an operation that everybody has started ends for those who wait, whatever the others do meanwhile and
-// in whatever order they wait. An operation is over for a rank when every rank has started it and all the rank's pairs
-// are copied.
+// the pair is ready, and the first of the two ranks that waits copies it, straight from the sender's memory into the
+// receiver's. So an operation that all ranks have started ends for the ranks that wait, whatever the others do meanwhile
+// and in whatever order they wait. An operation is over for a rank when every rank has started it and all the rank's
+// pairs are copied.
 //
 // The hub's mutex guards the bookkeeping only; copies run outside it, in parallel. A pair that is being copied pins
 // both ranks' postings. Pairs are claimed under the mutex and never after poison, so a wait that fails needs only to
-// stay until its own pins are gone: after that nobody touches its buffers.
+// stay until its own pins are gone: after that no thread touches its buffers.
 #include <algorithm>
 #include <condition_variable>
 #include <map>
@@ -98,7 +98,7 @@ class Hub {
   std::mutex mutex_;
   std::optional<EngineFailure> failure_;
   std::vector<Member> members_;
-  std::map<uint64_t, std::shared_ptr<Operation>> incomplete_;  // not yet started by everybody
+  std::map<uint64_t, std::shared_ptr<Operation>> incomplete_;  // not yet started by all ranks
   std::vector<std::weak_ptr<Hub>> children_;
   const std::vector<int> group_;
 };
@@ -164,10 +164,10 @@ void Hub::wait(Operation& operation, int rank) {
       failure_->raise();
     }
     if (copy_one(lock, operation, rank)) continue;
-    const bool everybody = operation.posted == world();
-    if (everybody && mine.open == 0) return;
-    if (everybody) {
-      // The peer is copying what is left; that ends without anybody's help.
+    const bool all_started = operation.posted == world();
+    if (all_started && mine.open == 0) return;
+    if (all_started) {
+      // The peer is copying what is left; that ends without help.
       member.wake.wait(lock);
     } else if (member.wake.wait_until(lock, deadline) == std::cv_status::timeout && operation.posted < world()) {
       condemn(lock, timed_out(missing(operation), "start", describe(operation, rank), member.timeout));
@@ -175,8 +175,8 @@ void Hub::wait(Operation& operation, int rank) {
   }
 }
 
-// What comes to this rank first, each rank beginning with another peer, then what it sends: with everybody waiting,
-// everybody copies, and nobody twice from the same memory at once.
+// A rank first copies what it receives, each rank beginning with another peer, and then what it sends. If all ranks wait,
+// all of them copy, and no two of them read the same memory at once.
 bool Hub::copy_one(Lock& lock, Operation& operation, int rank) {
   const int w = world();
   for (int i = 0; i < w; ++i) {
@@ -210,7 +210,7 @@ void Hub::copy(Lock& lock, Operation& operation, int from, int to) {
   members_[to].wake.notify_all();
 }
 
-// Of those who have not come, the one that is furthest behind: the others may be waiting for it themselves.
+// Of the ranks that have not started it, the one that is furthest behind: the others may be waiting for it themselves.
 int Hub::missing(const Operation& operation) const {
   int worst = -1;
   for (int p = 0; p < world(); ++p) {
@@ -220,7 +220,7 @@ int Hub::missing(const Operation& operation) const {
   return worst;
 }
 
-// After everybody has started the split, so that the colours are known.
+// This comes after all ranks have started the split, so that the colours are known.
 std::shared_ptr<Hub> Hub::child(Operation& split, int rank, int* rank_there) {
   Lock lock(mutex_);
   if (failure_) failure_->raise();

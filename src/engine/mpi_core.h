@@ -12,7 +12,7 @@
 //
 // A wait that fails must leave its buffers untouched by MPI, and sends cannot be cancelled in Open MPI. That is what
 // the number in `stop` is for: what the peer has posted too will end, and is waited for; what the peer will never post
-// is cancelled (receives) or given up (sends: nobody will ever read them). Only a peer whose process is frozen in the
+// is cancelled (receives) or given up (sends: no rank will ever read them). Only a peer whose process is frozen in the
 // middle of a transfer allows neither: a few seconds later the wait throws all the same, and its message says that MPI
 // still holds the buffers, because it may touch them if the peer ever wakes.
 //
@@ -29,11 +29,12 @@
 #include <mutex>
 #include <thread>
 
+#include "core/clock.h"
 #include "engine/call.h"
 
 namespace gradwire::engine_detail {
 
-using Clock = std::chrono::steady_clock;
+using Clock = SteadyClock;
 
 void check_mpi(int code, const char* call);  // throws Error{engine} with MPI's words
 
@@ -126,7 +127,7 @@ class MpiCore {
 
   std::mutex mutex_;
   std::condition_variable work_;  // wakes the progress thread
-  std::condition_variable done_;  // wakes those who wait for an operation
+  std::condition_variable done_;  // wakes the threads that wait for an operation
   std::optional<EngineFailure> failure_;
   std::deque<std::shared_ptr<MpiOperation>> orders_;
   std::vector<std::weak_ptr<MpiCore>> children_;
