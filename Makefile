@@ -2,7 +2,7 @@
 # The steps of a day's work, each a thin line over CMakePresets.json. Every target that builds first makes sure that
 # the machine has what it needs (tools/setup.sh, under a second when nothing is missing).
 #
-# Variables: JOBS=n   CUDA=OFF   MPI=OFF   TORCH=OFF   TORCH_PYTHON=python that has torch   PREFIX=/usr/local   FUZZ_SECONDS=n
+# Variables: JOBS=n   CUDA=ON|OFF   MPI=OFF   TORCH=OFF   TORCH_PYTHON=python that has torch   PREFIX=/usr/local   FUZZ_SECONDS=n
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -10,12 +10,14 @@ SHELL := /bin/bash
 .PHONY: help setup build demo demo-server test test-long bench fuzz dev tsan install format clean
 
 JOBS ?= $(shell nproc)
-CUDA ?= ON
+CUDA ?= AUTO
 MPI ?= ON
 TORCH ?= ON
 TORCH_PYTHON ?=
 export TORCH TORCH_PYTHON
 PREFIX ?= /usr/local
+# ccache may reuse objects that were compiled with a precompiled header.
+export CCACHE_SLOPPINESS ?= pch_defines,time_macros,include_file_mtime,include_file_ctime
 FUZZ_SECONDS ?= 600
 
 launcher = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)

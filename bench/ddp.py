@@ -1,24 +1,29 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of bench/results.csv for PyTorch's DistributedDataParallel with gradwire's hook and with torch's own; docs/measuring.md says what each one means.
+"""Rows of bench/results.csv for PyTorch's DistributedDataParallel with gradwire's hook and with torch's own;
+docs/measuring.md says what each one means.
 
     python3 bench/ddp.py links --codec optquant:bits=4 --codec optquant:bits=2 --codec onebit
-    python3 bench/ddp.py loss  --codec onebit --codec topk:ratio=0.025 --codec casq:bits=1,budget=0.02 --codec fft:theta=0.9,bits=9
+    python3 bench/ddp.py loss  --codec onebit --codec topk:ratio=0.025 --codec fft:theta=0.9,bits=9
     python3 bench/ddp.py links --rates none --rounds 3 --dry-run          torch's own hooks only, nothing appended
 
-`links`: seconds per training step of 4 ranks, each in a network namespace of its own, joined by a bridge and shaped by `tc ... tbf` at both
-ends of every link (root, ip and tc are needed). All variants live in the same four processes and take turns: "none" (no communication),
-"fp32" (plain DDP), "fp16" (torch's hook), "powersgd4" (torch's, rank 4, one bucket), and one per --codec. Ratios are taken to the
-neighbouring block of the other variant, and their median is reported. At each rate the step has next to no compute; at the rates of --compute-rates it is
-measured again with --compute-ms of compute a rank. A variant whose step takes longer than --patience seconds gets every third turn only.
+`links`: seconds per training step of 4 ranks, each in a network namespace of its own, joined by a bridge and shaped by
+`tc ... tbf` at both ends of every link (root, ip and tc are needed). All variants live in the same four processes and
+take turns: "none" (no communication), "fp32" (plain DDP), "fp16" (torch's hook), "powersgd4" (torch's, rank 4, one
+bucket), and one per --codec. Ratios are taken to the neighbouring block of the other variant, and their median is
+reported. At each rate the step has next to no compute; at the rates of --compute-rates it is measured again with
+--compute-ms of compute a rank. A variant whose step takes longer than --patience seconds gets every third turn only.
 
-Overlap of a variant with what is computed: 1 - (t_with - t_none) / t_alone. t_with is its step with compute, t_none the step with compute and
-no communication, t_alone the same difference without compute. 1: communication cost no time; 0: all of it was waited for.
+Overlap of a variant with what is computed: 1 - (t_with - t_none) / t_alone. t_with is its step with compute, t_none the
+step with compute and no communication, t_alone the same difference without compute. 1: communication cost no time; 0:
+all of it was waited for.
 
-`loss`: a real training (Fashion-MNIST, small convolutional network, 4 ranks over loopback, no shaping), the same steps for all.
+`loss`: a real training (Fashion-MNIST, small convolutional network, 4 ranks over loopback, no shaping), the same steps
+for all.
 
-A --codec is a spec, and may go on with arguments of gradwire.torch.compress, and bucket_cap_mb of DDP: --codec "onebit down=qsgd:bits=4 bucket_cap_mb=4".
-Run it with the Python that has torch. GRADWIRE_BIN names the program, which is asked for the machine's name only.
+A --codec is a codec, which may be followed by arguments of gradwire.torch.compress, and by bucket_cap_mb of DDP:
+--codec "onebit down=qsgd:bits=4 bucket_cap_mb=4". Run it with the Python that has torch. GRADWIRE_BIN names the
+program, which is asked for the machine's name only.
 """
 
 import argparse
@@ -43,8 +48,8 @@ RIVALS = [{"name": "none", "kind": "none"}, {"name": "fp32", "kind": "fp32"}, {"
 
 
 def variant_of(text):
-    """'SPEC key=value ...' as a variant; values are JSON where they can be, else words."""
-    spec, *rest = text.split()
+    """'CODEC key=value ...' as a variant. Values are parsed as JSON where they can be; otherwise they are strings."""
+    codec, *rest = text.split()
     options = {}
     for word in rest:
         key, _, value = word.partition("=")
@@ -52,7 +57,7 @@ def variant_of(text):
             options[key] = json.loads(value)
         except json.JSONDecodeError:
             options[key] = value
-    return {"name": text, "kind": "gradwire", "codec": spec, "options": options}
+    return {"name": text, "kind": "gradwire", "codec": codec, "options": options}
 
 
 class Ranks:
@@ -63,10 +68,21 @@ class Ranks:
         environment = dict(os.environ, GLOO_SOCKET_IFNAME=interface, OMP_NUM_THREADS="1")
         self.processes = []
         for rank in range(WORLD):
-            command = [*prefix(rank), sys.executable, str(BENCH / "ddp_worker.py"), "--rank", str(rank), "--world", str(WORLD), "--store", f"{self.folder.name}/store",
-                       "--first", first, "--compute-ms", str(options.compute_ms), "--compute-kind", options.compute_kind, "--timeout", str(options.timeout)]
+            command = [*prefix(rank), sys.executable, str(BENCH / "ddp_worker.py"), "--rank", str(rank),
+                       "--world", str(WORLD), "--store", f"{self.folder.name}/store", "--first", first,
+                       "--compute-ms", str(options.compute_ms), "--compute-kind", options.compute_kind,
+                       "--timeout", str(options.timeout)]
             # A session of their own: Ctrl-C reaches this script, which ends them.
-            self.processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True))
+            self.processes.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
         self.timeout = options.timeout
 
     def __enter__(self):
@@ -93,11 +109,15 @@ class Ranks:
             while len(answers) < WORLD:
                 events = waiting.select(max(0.0, ends - time.monotonic()))
                 if not events:
-                    raise SystemExit(f"ddp.py: ranks {sorted(set(range(WORLD)) - set(answers))} gave no answer to {line.strip()}")
+                    raise SystemExit(
+                        f"ddp.py: ranks {sorted(set(range(WORLD)) - set(answers))} gave no answer to {line.strip()}"
+                    )
                 for key, _ in events:
                     text = key.fileobj.readline()
                     if not text:
-                        raise SystemExit(f"ddp.py: rank {key.data} ended with {self.processes[key.data].wait(10)} at {line.strip()}")
+                        raise SystemExit(
+                            f"ddp.py: rank {key.data} ended with {self.processes[key.data].wait(10)} at {line.strip()}"
+                        )
                     answers[key.data] = json.loads(text)
                     if "error" in answers[key.data]:
                         raise SystemExit(f"ddp.py: {answers[key.data]['error']}")
@@ -146,18 +166,24 @@ class Turns:
 
 def made_by(command, name, codecs):
     """The command that makes this variant's row again; rivals are part of every run."""
-    return f"python3 bench/ddp.py {command} --codec {shlex.quote(name)}" if name in codecs else f"python3 bench/ddp.py {command} [{name}]"
+    return f"python3 bench/ddp.py {command} " + (f"--codec {shlex.quote(name)}" if name in codecs else f"[{name}]")
 
 
 def show(turns, title):
     print(f"\n{title}; {load_note()}")
-    print(f"{'variant':<36} {'s/step':>8} {'least':>8} {'most':>8} {'of fp32':>8} {'fp32/it':>8} {'MB sent':>8} {'bits':>6} {'encode':>7} {'wait':>7} {'decode':>7} {'turns':>5}")
+    print(
+        f"{'variant':<36} {'s/step':>8} {'least':>8} {'most':>8} {'of fp32':>8} {'fp32/it':>8} {'MB sent':>8} "
+        f"{'bits':>6} {'encode':>7} {'wait':>7} {'decode':>7} {'turns':>5}"
+    )
     for name, seconds in turns.seconds.items():
         ratio = turns.ratio(name, "fp32")
         last = turns.last[name]
         bits = f"{last['bits']:.2f}" if "bits" in last else ""
-        split = "".join(f" {last['split'][part]:>7.3f}" for part in ("encode", "wait", "decode")) if "split" in last else " " * 24
-        print(f"{name:<36} {turns.median(name):>8.4f} {min(seconds.values()):>8.4f} {max(seconds.values()):>8.4f} {ratio:>8.3f} {1 / ratio:>8.2f} "
+        split = " " * 24
+        if "split" in last:
+            split = "".join(f" {last['split'][part]:>7.3f}" for part in ("encode", "wait", "decode"))
+        print(f"{name:<36} {turns.median(name):>8.4f} {min(seconds.values()):>8.4f} {max(seconds.values()):>8.4f} "
+              f"{ratio:>8.3f} {1 / ratio:>8.2f} "
               f"{statistics.median(turns.sent[name]) / 1e6:>8.2f} {bits:>6}{split} {len(seconds):>5}", flush=True)
 
 
@@ -178,19 +204,46 @@ def link_rows(rows, rate, turns, codecs, command, compute, note):
     for name, seconds in turns.seconds.items():
         bits = turns.bits(name)
         of = made_by(command, name, codecs)
-        rows.add(of, f"step_s{suffix}", turns.median(name), "s", note=f"median of {len(seconds)} blocks, {min(seconds.values()):.3f} to {max(seconds.values()):.3f}; {note}")
+        rows.add(
+            of,
+            f"step_s{suffix}",
+            turns.median(name),
+            "s",
+            note=f"median of {len(seconds)} blocks, {min(seconds.values()):.3f} to {max(seconds.values()):.3f}; {note}",
+        )
         if compute or name in ("none", "fp32"):
             continue
-        rows.add(of, "speedup_over_fp32", 1 / turns.ratio(name, "fp32"), "1", wanted_speedup(rate, bits), "median of the ratios to neighbouring blocks")
-        rows.add(of, "sent_bytes", statistics.median(turns.sent[name]), "B", note="left the interface of a rank in a step, heads and acknowledgements included; mean over ranks")
+        rows.add(
+            of,
+            "speedup_over_fp32",
+            1 / turns.ratio(name, "fp32"),
+            "1",
+            wanted_speedup(rate, bits),
+            "median of the ratios to neighbouring blocks",
+        )
+        rows.add(
+            of,
+            "sent_bytes",
+            statistics.median(turns.sent[name]),
+            "B",
+            note="left the interface of a rank in a step, heads and acknowledgements included; mean over ranks",
+        )
         if name in codecs:
             rows.add(of, "bits_per_element", bits, "bit", note="sent up, as the hook counts")
             bound, meaning = "", ""
             if rate == "1gbit" and 3.5 < bits < 5:
                 bound, meaning = "<= 0.8", "; 'well below' is taken as 0.8"
             elif rate == "100mbit" and bits <= 1.5:
-                bound, meaning = "<= 1", "; wanted of one codec of at most 1.5 bits, whose loss must be equal too (`loss`)"
-            rows.add(of, "of_powersgd4", turns.ratio(name, "powersgd4"), "1", bound, "step over that of PowerSGD rank 4" + meaning)
+                bound = "<= 1"
+                meaning = "; wanted of one codec of at most 1.5 bits, whose loss must be equal too (`loss`)"
+            rows.add(
+                of,
+                "of_powersgd4",
+                turns.ratio(name, "powersgd4"),
+                "1",
+                bound,
+                "step over that of PowerSGD rank 4" + meaning,
+            )
 
 
 def overlap_rows(rows, rate, alone, together, codecs, command, note):
@@ -202,7 +255,14 @@ def overlap_rows(rows, rate, alone, together, codecs, command, note):
         left = together.median(name) - together.median("none")
         bits = alone.bits(name)
         bound = ">= 0.6" if rate == "1gbit" and name in codecs and 3.5 < bits < 5 else ""
-        rows.add(made_by(command, name, codecs), "overlap", 1 - left / cost, "1", bound, f"{left:.3f} s left of {cost:.3f} s beside {together.median('none'):.3f} s of compute; {note}")
+        rows.add(
+            made_by(command, name, codecs),
+            "overlap",
+            1 - left / cost,
+            "1",
+            bound,
+            f"{left:.3f} s left of {cost:.3f} s beside {together.median('none'):.3f} s of compute; {note}",
+        )
 
 
 def plain_rate(ranks, rate):
@@ -211,7 +271,8 @@ def plain_rate(ranks, rate):
 
 
 def burst_of(rate):
-    """A millisecond's worth: less is not reached because timers are late, more would let small messages pass unshaped."""
+    """A millisecond's worth: less is not reached because timers are late, more would let small messages pass
+    unshaped."""
     return "128kb" if rate.endswith("gbit") else "32kb"
 
 
@@ -236,7 +297,8 @@ def links(options):
                 together = Turns().take(ranks, names, True, options)
                 what = f"{options.compute_ms:g} ms of {options.compute_kind} a rank"
                 show(together, f"{shaping}, {what}, {together.rounds} rounds")
-                command += f" --compute-rates {rate} --compute-ms {options.compute_ms:g} --compute-kind {options.compute_kind}"
+                command += f" --compute-rates {rate} --compute-ms {options.compute_ms:g}"
+                command += f" --compute-kind {options.compute_kind}"
                 link_rows(rows, rate, together, [variant["name"] for variant in codecs], command, True, note)
                 overlap_rows(rows, rate, alone, together, [variant["name"] for variant in codecs], command, note)
     rows.append(options.dry_run)
@@ -258,45 +320,104 @@ def loss(options):
     with Ranks(lambda rank: [], "lo", "127.0.0.1", options) as ranks:
         for seed in options.seeds:
             for variant in variants:
-                answers = ranks.ask({"train": variant, "steps": options.train_steps, "seed": seed, "start": start, "batch": options.batch, "rate": options.rate}, 900)
+                answers = ranks.ask(
+                    {
+                        "train": variant,
+                        "steps": options.train_steps,
+                        "seed": seed,
+                        "start": start,
+                        "batch": options.batch,
+                        "rate": options.rate,
+                    },
+                    900,
+                )
                 assert len({answer["test_loss"] for answer in answers}) == 1, f"ranks hold different weights: {answers}"
                 result = answers[0]
                 results[variant["name"]].append(result)
-                print(f"seed {seed}  {variant['name']:<36} train loss {result['train_loss']:.4f}  test loss {result['test_loss']:.4f}  accuracy {result['test_accuracy']:.2f} %  "
-                      f"{result['step_s'] * 1e3:.1f} ms/step" + (f"  {result['bits']:.2f} bits" if "bits" in result else ""), flush=True)
+                bits = f"  {result['bits']:.2f} bits" if "bits" in result else ""
+                print(f"seed {seed}  {variant['name']:<36} train loss {result['train_loss']:.4f}  "
+                      f"test loss {result['test_loss']:.4f}  accuracy {result['test_accuracy']:.2f} %  "
+                      f"{result['step_s'] * 1e3:.1f} ms/step{bits}", flush=True)
     mean = lambda name, what: statistics.mean(result[what] for result in results[name])
     for name, found in results.items():
-        command = made_by(f"loss --train-steps {options.train_steps} --batch {options.batch} --rate {options.rate:g}", name, options.codec)
-        note = f"mean over seeds {', '.join(map(str, options.seeds))}, {found[0]['parameters']} parameters, {start} uncompressed steps first"
+        command = made_by(
+            f"loss --train-steps {options.train_steps} --batch {options.batch} --rate {options.rate:g}",
+            name,
+            options.codec,
+        )
+        seeds = ", ".join(map(str, options.seeds))
+        note = f"mean over seeds {seeds}, {found[0]['parameters']} parameters, {start} uncompressed steps first"
         for metric, unit in (("train_loss", "1"), ("test_loss", "1"), ("test_accuracy", "%")):
             rows.add(command, metric, mean(name, metric), unit, note=note)
         if "bits" in found[0]:
-            rows.add(command, "bits_per_element", statistics.mean(result["bits"] for result in found), "bit", note="sent up, as the hook counts")
+            rows.add(
+                command,
+                "bits_per_element",
+                statistics.mean(result["bits"] for result in found),
+                "bit",
+                note="sent up, as the hook counts",
+            )
             ring = 2 * (WORLD - 1) / WORLD * found[0]["parameters"]
-            rows.add(command, "bits_both_ways", statistics.mean(8 * result["bytes"] / ring for result in found), "bit", note="bytes of a step over those of an all-reduce at one byte an element, times 8")
+            rows.add(
+                command,
+                "bits_both_ways",
+                statistics.mean(8 * result["bytes"] / ring for result in found),
+                "bit",
+                note="bytes of a step over those of an all-reduce at one byte an element, times 8",
+            )
         if name not in ("fp32", "powersgd4"):
             pairs = [mine["train_loss"] / theirs["train_loss"] for mine, theirs in zip(found, results["powersgd4"])]
             bound = "<= 1.02" if found[0]["bits"] <= 1.5 else ""
             rows.add(command, "train_loss_of_powersgd4", statistics.mean(pairs), "1", bound,
-                     f"paired by seed, {min(pairs):.3f} to {max(pairs):.3f}; 'equal loss' is taken as 2 %; wanted of one codec that is faster at 100 Mb/s too (of_powersgd4 in `links`)")
+                     f"paired by seed, {min(pairs):.3f} to {max(pairs):.3f}; 'equal loss' is taken as 2 %; wanted of "
+                     "one codec that is faster at 100 Mb/s too (of_powersgd4 in `links`)")
     rows.append(options.dry_run)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["links", "loss"])
-    parser.add_argument("--codec", action="append", default=[], help="a spec of gradwire, and arguments of its hook; may be given several times")
+    parser.add_argument(
+        "--codec",
+        action="append",
+        default=[],
+        help="a codec, and arguments of gradwire.torch.compress; may be given several times",
+    )
     parser.add_argument("--dry-run", action="store_true", help="show the rows and append nothing")
     parser.add_argument("--timeout", type=float, default=120, help="seconds that a collective may take")
     group = parser.add_argument_group("links")
-    group.add_argument("--rates", type=lambda text: text.split(","), default=["1gbit", "100mbit", "none"], help="as tc writes them, with commas; none: not shaped")
+    group.add_argument(
+        "--rates",
+        type=lambda text: text.split(","),
+        default=["1gbit", "100mbit", "none"],
+        help="as tc writes them, with commas; none: not shaped",
+    )
     group.add_argument("--rounds", type=int, default=15, help="turns of every variant")
     group.add_argument("--steps", type=int, default=2, help="steps of a block; one where a step is slow")
-    group.add_argument("--seconds", type=float, default=90, help="no new round after this long, once five are done; for each rate and with compute again")
-    group.add_argument("--patience", type=float, default=2, help="a variant whose step takes longer gets every third turn")
-    group.add_argument("--compute-ms", type=float, default=200, help="compute a step, of one rank that has a core to itself")
-    group.add_argument("--compute-kind", choices=["matmul", "wait"], default="matmul", help="matmul: takes a core; wait: takes none, as if an accelerator computed")
-    group.add_argument("--compute-rates", type=lambda text: text.split(",") if text else [], default=["1gbit"], help="rates that are measured with compute too")
+    group.add_argument(
+        "--seconds",
+        type=float,
+        default=90,
+        help="no new round after this long, once five are done; for each rate and with compute again",
+    )
+    group.add_argument(
+        "--patience", type=float, default=2, help="a variant whose step takes longer gets every third turn"
+    )
+    group.add_argument(
+        "--compute-ms", type=float, default=200, help="compute a step, of one rank that has a core to itself"
+    )
+    group.add_argument(
+        "--compute-kind",
+        choices=["matmul", "wait"],
+        default="matmul",
+        help="matmul: takes a core; wait: takes none, as if an accelerator computed",
+    )
+    group.add_argument(
+        "--compute-rates",
+        type=lambda text: text.split(",") if text else [],
+        default=["1gbit"],
+        help="rates that are measured with compute too",
+    )
     group = parser.add_argument_group("loss")
     group.add_argument("--train-steps", type=int, default=600)
     group.add_argument("--batch", type=int, default=64, help="samples of a rank")
@@ -316,7 +437,9 @@ def main():
     except KeyboardInterrupt:
         sys.exit("ddp.py: stopped; processes and namespaces are gone, no rows were appended")
     if not options.dry_run:
-        print(f"appended to {BENCH / 'results.csv'} by: python3 bench/ddp.py {shlex.join(sys.argv[1:])}", file=sys.stderr)
+        print(
+            f"appended to {BENCH / 'results.csv'} by: python3 bench/ddp.py {shlex.join(sys.argv[1:])}", file=sys.stderr
+        )
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@
 
     python3 bench/ddp_gpu.py --codec qsgd:bits=4 --codec optquant:bits=4
 
-One rank on NCCL, the whole way forced: a bucket of --mebibytes is encoded with feedback, sent to itself, decoded, encoded again with the
-owner's feedback, gathered, decoded, and checked for values that are not finite. The time is the GPU's, from the moment when the bucket is
-complete to the moment when DDP may go on. `kernels` is the same coding alone, each kernel by itself on one stream: encode with feedback and
-decode, up and down. The two take turns; the ratio is the median of those of neighbouring turns.
+One rank on NCCL, the whole way forced: a bucket of --mebibytes is encoded with feedback, sent to itself, decoded,
+encoded again with the owner's feedback, gathered, decoded, and checked for values that are not finite. The time is the
+GPU's, from the moment when the bucket is complete to the moment when DDP may go on. `kernels` is the same coding alone,
+each kernel by itself on one stream: encode with feedback and decode, up and down. The two take turns; the ratio is the
+median of those of neighbouring turns.
 """
 
 import argparse
@@ -58,12 +59,14 @@ class Bucket:
 
 def measure(codec, elements, rounds):
     rows = 1 << 12
-    model = torch.nn.ParameterDict({f"w{i}": torch.nn.Parameter(torch.zeros(elements // 8 // rows, rows, device="cuda")) for i in range(8)})
+    model = torch.nn.ParameterDict(
+        {f"w{i}": torch.nn.Parameter(torch.zeros(elements // 8 // rows, rows, device="cuda")) for i in range(8)}
+    )
     ddp = DistributedDataParallel(model)
     hook = gw.compress(ddp, codec, feedback=True)
     names = list(dict(ddp.module.named_parameters()))
     buffer = torch.randn(elements, device="cuda") * 1e-3
-    gradients = [piece.view(elements // 8 // rows, rows) for piece in buffer.chunk(8)]
+    gradients = [chunk.view(elements // 8 // rows, rows) for chunk in buffer.chunk(8)]
     bucket = Bucket(list(ddp.module.parameters()), gradients, buffer)
 
     plan = gradwire.Plan([(name, elements // 8, "float32", codec) for name in names])
@@ -83,7 +86,7 @@ def measure(codec, elements, rounds):
 
     ours, alone, ratios = [], [], []
     for turn in range(rounds + 3):
-        a = timed(lambda: hook._comm_hook(None, bucket).wait())
+        a = timed(lambda: hook._comm_hook(bucket).wait())
         b = timed(kernels)
         if turn >= 3:  # tables and residuals are made in the first ones
             ours.append(a), alone.append(b), ratios.append(a / b)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of bench/ddp.py: takes orders on standard input, a JSON object a line, and answers each with a line.
 
-    {"make": [variant, ...]}                              one DDP per variant over the same process group, in this order, and warm steps
-    {"block": variant, "steps": n, "compute": bool}       n steps in a row after a barrier: seconds, bytes that left the interface, what the hook says
-    {"plain": bytes}                                      rank 1 sends that much to rank 0 over a plain TCP connection
-    {"train": variant, "steps": n, "seed": s, ...}        a real training from the start: losses
+    {"make": [variant, ...]}                          one DDP per variant over the same process group, and warm steps
+    {"block": variant, "steps": n, "compute": bool}   n steps after a barrier: seconds, bytes sent, what the hook says
+    {"plain": bytes}                                  rank 1 sends that much to rank 0 over a plain TCP connection
+    {"train": variant, "steps": n, "seed": s, ...}    a real training from the start: losses
 
-A variant is {"name": ..., "kind": "none" | "fp32" | "fp16" | "powersgd" | "gradwire", ...}. The model has the parameter shapes
-of ResNet-18. Its backward pass hands out a gradient for each in back-propagation order, and with "compute" it works for it:
-matrix products, as many for a layer as its share of ResNet-18's multiplications, or (--compute-kind wait) idle waiting, as a
-host does while an accelerator computes. The forward pass works a third of the total. A step ends with plain SGD.
+A variant is {"name": ..., "kind": "none" | "fp32" | "fp16" | "powersgd" | "gradwire", ...}. The model has the parameter
+shapes of ResNet-18. Its backward pass hands out a gradient for each in back-propagation order, and with "compute" it
+works for it: matrix products, as many for a layer as its share of ResNet-18's multiplications, or (--compute-kind wait)
+idle waiting, as a host does while an accelerator computes. The forward pass works a third of the total. A step ends
+with plain SGD.
 """
 
 import argparse
@@ -36,12 +37,15 @@ PLAIN_PORT = 7072
 
 
 def resnet18():
-    """(shape, multiplications per weight) of each parameter, in the order of the model; an image has 224 x 224 pixels."""
+    """(shape, multiplications per weight) of each parameter, in the order of the model; an image has 224 x 224
+    pixels."""
     layers = [((64, 3, 7, 7), 112), ((64,), 0), ((64,), 0)]
     width = 64
     for out, side in ((64, 56), (128, 28), (256, 14), (512, 7)):
         for block in range(2):
-            layers += [((out, width, 3, 3), side), ((out,), 0), ((out,), 0), ((out, out, 3, 3), side), ((out,), 0), ((out,), 0)]
+            layers += [
+                ((out, width, 3, 3), side), ((out,), 0), ((out,), 0), ((out, out, 3, 3), side), ((out,), 0), ((out,), 0)
+            ]
             if block == 0 and out != width:
                 layers += [((out, width, 1, 1), side), ((out,), 0), ((out,), 0)]
             width = out
@@ -50,10 +54,11 @@ def resnet18():
 
 
 class Compute:
-    """Work in portions: `portion(share)` does that share of a step's compute; what is less than a unit is carried over."""
+    """Work in portions: `portion(share)` does that share of a step's compute; what is less than a unit is carried
+    over."""
 
     def __init__(self, milliseconds, kind):
-        self.seconds, self.kind, self.on, self.debt = milliseconds / 1000, kind, False, 0.0
+        self.seconds, self.kind, self.on, self.remainder = milliseconds / 1000, kind, False, 0.0
         self.a, self.b, self.out = (torch.rand(192, 192) for _ in range(3))
         costs = []
         for _ in range(30):  # processor time, because ranks share the cores
@@ -71,10 +76,10 @@ class Compute:
         if self.kind == "wait":
             time.sleep(self.seconds * share)
             return
-        self.debt += self.seconds * share / self.unit
-        for _ in range(int(self.debt)):
+        self.remainder += self.seconds * share / self.unit
+        for _ in range(int(self.remainder)):
             torch.mm(self.a, self.b, out=self.out)
-        self.debt -= int(self.debt)
+        self.remainder -= int(self.remainder)
 
 
 class Layer(torch.autograd.Function):
@@ -106,7 +111,9 @@ class Shapes(torch.nn.Module):
 def gradients(rank):
     """Half of each gradient is common to all ranks, half is the rank's own."""
     common, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(100 + rank)
-    return [(torch.randn(shape, generator=common) + torch.randn(shape, generator=own)) * 0.01 for shape, _ in resnet18()]
+    return [
+        (torch.randn(shape, generator=common) + torch.randn(shape, generator=own)) * 0.01 for shape, _ in resnet18()
+    ]
 
 
 def attach(ddp, variant, start=2):
@@ -116,7 +123,10 @@ def attach(ddp, variant, start=2):
         ddp.register_comm_hook(None, fp16_compress_hook)
     elif variant["kind"] == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-        ddp.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=variant["rank"], start_powerSGD_iter=max(2, start)), powerSGD_hook)
+        ddp.register_comm_hook(
+            PowerSGDState(None, matrix_approximation_rank=variant["rank"], start_powerSGD_iter=max(2, start)),
+            powerSGD_hook,
+        )
     elif variant["kind"] == "gradwire":
         import gradwire.torch
         return gradwire.torch.compress(ddp, variant["codec"], **variant["options"])
@@ -124,7 +134,8 @@ def attach(ddp, variant, start=2):
 
 
 def parallel(model, variant):
-    # PowerSGD's second collective is issued by a completion callback: with several buckets the order differs between ranks, and Gloo hangs.
+    # PowerSGD's second collective is issued by a completion callback: with several buckets the order differs between
+    # ranks, and Gloo hangs.
     if variant["kind"] == "powersgd":
         return DDP(model, bucket_cap_mb=1 << 14)
     return DDP(model, bucket_cap_mb=variant.get("options", {}).pop("bucket_cap_mb", 25))  # 25 is DDP's own
@@ -135,7 +146,11 @@ def told(hook):
     if hook is None:
         return {}
     stats = hook.stats()
-    return {"bits": stats["bits"], "bytes": stats["bytes"], "seconds": {name: stats["seconds"].get(name, 0.0) for name in ("encode", "wait", "decode")}}
+    return {
+        "bits": stats["bits"],
+        "bytes": stats["bytes"],
+        "seconds": {name: stats["seconds"].get(name, 0.0) for name in ("encode", "wait", "decode")},
+    }
 
 
 class Rank:
@@ -181,7 +196,9 @@ class Rank:
         answer = {"step_s": seconds / order["steps"], "sent": sent / order["steps"]}
         if after:
             answer.update(bits=after["bits"], bytes=after["bytes"])
-            answer["split"] = {name: (after["seconds"][name] - before["seconds"][name]) / order["steps"] for name in after["seconds"]}
+            answer["split"] = {
+                name: (after["seconds"][name] - before["seconds"][name]) / order["steps"] for name in after["seconds"]
+            }
         return answer
 
     def plain(self, order):
@@ -225,7 +242,8 @@ def fashion(part):
 
 def network():
     nn = torch.nn
-    return nn.Sequential(nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+    return nn.Sequential(nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU(),
+                         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
                          nn.Flatten(), nn.Linear(32 * 49, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
@@ -248,7 +266,8 @@ def train(order, rank, world):
         schedule.step()
         losses.append(loss.detach())
     seconds = time.perf_counter() - began
-    # The losses of the whole training set's first 10,000 and of the test set, each rank its share; all ranks hold the same weights.
+    # The losses of the whole training set's first 10,000 and of the test set, each rank its share; all ranks hold the
+    # same weights.
     test = train.test = getattr(train, "test", None) or fashion("t10k")
     sums = []
     with torch.no_grad():
@@ -257,8 +276,9 @@ def train(order, rank, world):
             sums += [F.cross_entropy(guess, y[rank::world], reduction="sum"), (guess.argmax(1) == y[rank::world]).sum()]
     sums = torch.tensor([float(one) for one in sums], dtype=torch.float64) / 10000
     dist.all_reduce(sums)
-    return {"train_loss": sums[0].item(), "test_loss": sums[2].item(), "test_accuracy": 100 * sums[3].item(), "step_s": seconds / steps,
-            "last_loss": torch.stack(losses[-50:]).mean().item(), "parameters": sum(p.numel() for p in ddp.parameters()), **told(hook)}
+    return {"train_loss": sums[0].item(), "test_loss": sums[2].item(), "test_accuracy": 100 * sums[3].item(),
+            "step_s": seconds / steps, "last_loss": torch.stack(losses[-50:]).mean().item(),
+            "parameters": sum(p.numel() for p in ddp.parameters()), **told(hook)}
 
 
 def main():

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of bench/results.csv from trainings.
 
-    python3 bench/training.py accuracy DIR [--within 0.5]   what `gradwire compare --out DIR` measured: accuracy, bits, bytes
-    python3 bench/training.py overhead                      the step time of qsgd:bits=4 over that of fp32, 4 workers, in turns
+    python3 bench/training.py accuracy DIR [--within 0.5]   what `gradwire compare --out DIR` measured
+    python3 bench/training.py overhead                      step time of qsgd:bits=4 over that of fp32, in turns
 
-`accuracy` asks the records of DIR for the last epoch of every run; means are over seeds, differences from fp32 are paired by seed. With --within,
-each codec's difference is held against that bound, in points.
+`accuracy` asks the records of DIR for the last epoch of every run; means are over seeds, differences from fp32 are
+paired by seed. With --within, each codec's difference is held against that bound, in points.
 """
 
 import argparse
@@ -55,26 +55,31 @@ def accuracy(folder, within, dry):
                    f"--codec {any_run['settings']['codec']} --seeds {len(runs)}")
         last = {seed: run["epochs"][-1] for seed, run in runs.items()}
         points = {seed: 100 * epoch["test_accuracy"] for seed, epoch in last.items()}
-        spread = f"standard deviation {statistics.stdev(points.values()):.2f} over {len(points)} seeds" if len(points) > 1 else "one seed"
+        spread = "one seed"
+        if len(points) > 1:
+            spread = f"standard deviation {statistics.stdev(points.values()):.2f} over {len(points)} seeds"
         add = lambda metric, value, unit, target="", met="", note="": rows.append(
             [now(), any_run["machine"], any_run["device"], command, metric, f"{value:.6g}", unit, target, met, note])
         add("test_accuracy", statistics.mean(points.values()), "%", note=spread)
         reference = series.get((collective, "fp32"), {})
-        paired = [points[seed] - 100 * reference[seed]["epochs"][-1]["test_accuracy"] for seed in points if seed in reference]
+        paired = [points[seed] - 100 * reference[seed]["epochs"][-1]["test_accuracy"]
+                  for seed in points if seed in reference]
         if paired and codec != "fp32":
             difference = statistics.mean(paired)
             target = f">= -{within}" if within else ""
-            add("accuracy_minus_fp32", difference, "points", target, "" if not within else "yes" if difference >= -within else "no")
+            met = "" if not within else "yes" if difference >= -within else "no"
+            add("accuracy_minus_fp32", difference, "points", target, met)
         bits = statistics.mean(sum(e["bits"] for e in run["epochs"]) / len(run["epochs"]) for run in runs.values())
         add("bits_per_element", bits, "bit", note="mean over the training, sent up")
-        add("compression_ratio", 32 / bits, "1")
+        add("ratio", 32 / bits, "1")
         add("bytes_sent", statistics.mean(epoch["bytes_sent"] for epoch in last.values()), "B", note="by one worker")
     append(rows, dry)
 
 
 def step_seconds(model, codec, collective, steps):
-    done = subprocess.run([PROGRAM, "train", "--task", "fashion-mnist", "--model", model, "--workers", "4", "--codec", codec, "--collective", collective,
-                           "--steps", str(steps), "--epochs", "5", "--limit", "20000", "--meter-every", "1000000", "--json"],
+    done = subprocess.run([PROGRAM, "train", "--task", "fashion-mnist", "--model", model, "--workers", "4",
+                           "--codec", codec, "--collective", collective, "--steps", str(steps), "--epochs", "5",
+                           "--limit", "20000", "--meter-every", "1000000", "--json"],
                           check=True, stdout=subprocess.PIPE)
     record = json.loads(done.stdout.splitlines()[-1])
     return record["epochs"][-1]["seconds"]["wall"] / steps, record
@@ -90,9 +95,11 @@ def overhead(pairs, dry):
                 coded, record = step_seconds(model, "qsgd:bits=4", collective, steps)
                 ratios.append(coded / plain)
             ratio = statistics.median(ratios)
-            doctor = json.loads(subprocess.run([PROGRAM, "doctor", "--json"], stdout=subprocess.PIPE, check=True).stdout)
+            answer = subprocess.run([PROGRAM, "doctor", "--json"], stdout=subprocess.PIPE, check=True).stdout
+            doctor = json.loads(answer)
             rows.append([now(), f"{doctor['cpu']}, {doctor['cores']} cores, torch {doctor['torch']}", "cpu",
-                         f"gradwire train --model {model} --workers 4 --collective {collective} --codec qsgd:bits=4, and fp32, in turns",
+                         f"gradwire train --model {model} --workers 4 --collective {collective} "
+                         "--codec qsgd:bits=4, and fp32, in turns",
                          "step_time_over_fp32", f"{ratio:.6g}", "1", "<= 1.15", "yes" if ratio <= 1.15 else "no",
                          f"median of {pairs} pairs of {steps} steps, {record['parameters']} parameters"])
     append(rows, dry)

@@ -3,15 +3,17 @@
 """CIFAR-10 with PyTorch's DistributedDataParallel, gradients compressed by gradwire.
 
     torchrun --nproc-per-node 4 examples/ddp_cifar10.py --synthetic --codec optquant:bits=4
-    torchrun --nproc-per-node 4 examples/ddp_cifar10.py --data cifar-10-binary.tar.gz --model resnet18 --device cuda --amp bf16 --codec optquant:bits=4
-    torchrun --nproc-per-node 4 examples/ddp_cifar10.py --data cifar-10-batches-py --codec none          plain DDP, to compare with
+    torchrun --nproc-per-node 4 examples/ddp_cifar10.py --data cifar-10-binary.tar.gz --model resnet18 --device cuda
+    --amp bf16 --codec optquant:bits=4 torchrun --nproc-per-node 4 examples/ddp_cifar10.py --data cifar-10-batches-py
+    --codec none          plain DDP, to compare with
 
-The one place that differs from an ordinary DDP training is `gw.compress(...)` in `train`; besides, what the hook remembers
-(residuals, fitted levels) is saved and loaded beside the model, so that a resumed training goes on as if it had not stopped.
+The one place that differs from an ordinary DDP training is `gw.compress(...)` in `train`. In addition the state of the
+hook (residuals, fitted levels) is saved and loaded beside the model, so that a resumed training continues as if it had
+not stopped.
 
---data is the data set as its author publishes it (https://www.cs.toronto.edu/~kriz/cifar.html): the binary or the Python version,
-a .tar.gz or the folder in it. --synthetic makes images instead, ten noisy patterns that are moved about: a training on
-them shows that everything works and nothing about accuracy.
+--data is the data set as its author publishes it (https://www.cs.toronto.edu/~kriz/cifar.html): the binary or the
+Python version, a .tar.gz or the folder in it. --synthetic makes images instead: ten noisy patterns that are moved
+about. A training on them shows that everything works, and nothing about accuracy.
 """
 
 import argparse
@@ -40,7 +42,9 @@ class ArraysOnly(pickle.Unpickler):
     """A pickle can run code when it is read; this one may only make numpy arrays."""
 
     def find_class(self, module, name):
-        if (module.replace("_core", "core"), name) not in {("numpy.core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}:
+        if (module.replace("_core", "core"), name) not in {
+            ("numpy.core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")
+        }:
             raise pickle.UnpicklingError(f"{module}.{name} has no place in CIFAR-10")
         return super().find_class(module, name)
 
@@ -69,7 +73,10 @@ def cifar10(path):
         if all(name + suffix in found for name in names):
             *train, test = (read_batch(name + suffix, found[name + suffix]) for name in names)
             return tuple(torch.cat(parts) for parts in zip(*train)), test
-    raise SystemExit(f"--data {path}: data_batch_1 to _5 and test_batch expected, with .bin or without; found {sorted(found) or 'none of them'}")
+    raise SystemExit(
+        f"--data {path}: data_batch_1 to _5 and test_batch expected, with .bin or without; found "
+        f"{sorted(found) or 'none of them'}"
+    )
 
 
 def synthetic(train=4096, test=1024):
@@ -79,13 +86,17 @@ def synthetic(train=4096, test=1024):
     labels = torch.randint(10, (train + test,), generator=draw)
     moves = torch.randint(-4, 5, (len(labels), 2), generator=draw).tolist()
     images = torch.stack([patterns[label].roll(move, (1, 2)) for label, move in zip(labels.tolist(), moves)])
-    images = images * torch.rand(len(labels), 1, 1, 1, generator=draw) + torch.randn(images.shape, generator=draw) * 50 + 128
+    images = images * torch.rand(len(labels), 1, 1, 1, generator=draw)
+    images = images + torch.randn(images.shape, generator=draw) * 50 + 128
     images = images.clamp(0, 255).to(torch.uint8)
     return (images[:train], labels[:train]), (images[train:], labels[train:])
 
 
 def prepare(images, dtype):
-    mean, deviation = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in ((125.3, 123.0, 113.9), (63.0, 62.1, 66.7)))
+    mean, deviation = (
+        torch.tensor(values, device=images.device).view(1, 3, 1, 1)
+        for values in ((125.3, 123.0, 113.9), (63.0, 62.1, 66.7))
+    )
     return ((images - mean) / deviation).to(dtype, memory_format=torch.channels_last)
 
 
@@ -93,7 +104,9 @@ def augmented(images, draw):
     """Each image mirrored or not, and moved by up to 4 pixels."""
     count, device = len(images), images.device
     padded = F.pad(images, (4, 4, 4, 4), mode="reflect")
-    down, right = (torch.randint(9, (count, 1), device=device, generator=draw) + torch.arange(32, device=device) for _ in range(2))
+    down, right = (
+        torch.randint(9, (count, 1), device=device, generator=draw) + torch.arange(32, device=device) for _ in range(2)
+    )
     mirrored = torch.rand(count, 1, device=device, generator=draw) < 0.5
     right = torch.where(mirrored, right.flip(1), right)
     picked = padded[torch.arange(count, device=device).view(-1, 1, 1), :, down.unsqueeze(2), right.unsqueeze(1)]
@@ -141,24 +154,35 @@ def arguments():
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", help="CIFAR-10: a .tar.gz or a folder, binary or Python version")
     source.add_argument("--synthetic", action="store_true", help="made-up images; nothing is downloaded")
-    parser.add_argument("--codec", default="optquant:bits=4", help="a spec of gradwire (python -m gradwire codecs), or none: plain DDP")
+    parser.add_argument(
+        "--codec",
+        default="optquant:bits=4",
+        help="a codec or rules (python -m gradwire codecs lists the codecs), or none: plain DDP",
+    )
     parser.add_argument("--warmup", type=int, default=0, help="steps that are sent uncompressed at first")
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--amp", choices=["none", "bf16", "fp16"], default="none", help="fp16 scales the loss")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=256, help="samples of a step, all ranks together")
-    parser.add_argument("--lr", type=float, default=0.2, help="the highest rate; up to it for a fifth of the steps, then down to zero")
+    parser.add_argument("--batch", type=int, default=256, help="samples per step, on all ranks together")
+    parser.add_argument(
+        "--lr", type=float, default=0.2, help="the highest rate; up to it for a fifth of the steps, then down to zero"
+    )
     parser.add_argument("--weight-decay", type=float, default=5e-4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=0, help="end every epoch after so many, to try things out")
-    parser.add_argument("--until", type=int, default=0, help="stop after this epoch, as if interrupted; --epochs still shapes the rates")
+    parser.add_argument(
+        "--until", type=int, default=0, help="stop after this epoch, as if interrupted; --epochs still shapes the rates"
+    )
     parser.add_argument("--save", metavar="FILE", help="a checkpoint after every epoch; each rank adds FILE.rankN")
     parser.add_argument("--resume", metavar="FILE", help="go on from such a checkpoint; the number of ranks may differ")
     parser.add_argument("--json", action="store_true", help="a last line for programs")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun, which gives every rank its number: torchrun --nproc-per-node 4 examples/ddp_cifar10.py ...")
+        parser.error(
+            "start it with torchrun, which gives every rank its number: torchrun --nproc-per-node 4 "
+            "examples/ddp_cifar10.py ..."
+        )
     return options
 
 
@@ -183,7 +207,9 @@ def main():
     try:
         train(options, device)
     finally:
-        gc.collect()  # a DDP that is still referenced keeps threads of Gloo alive, and Python 3.11 may abort if one of them outlives it
+        # A DDP that is still referenced keeps threads of Gloo alive, and Python 3.11 may abort if one of them outlives
+        # it.
+        gc.collect()
         dist.destroy_process_group()
 
 
@@ -199,17 +225,24 @@ def train(options, device):
     torch.manual_seed(options.seed)
     model = MODELS[options.model]().to(device, memory_format=torch.channels_last)
     ddp = DDP(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=options.lr, momentum=0.9, nesterov=True, weight_decay=options.weight_decay)
+    optimizer = torch.optim.SGD(
+        ddp.parameters(), lr=options.lr, momentum=0.9, nesterov=True, weight_decay=options.weight_decay
+    )
     total = steps * options.epochs
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / max(1, total // 5), (total - step) / (total - total // 5)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / max(1, total // 5), (total - step) / (total - total // 5))
+    )
     amp = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}[options.amp]
     scaler = torch.amp.GradScaler(device.type, enabled=amp == torch.float16)
 
     hook = None
     if options.codec != "none":
         import gradwire.torch as gw
-        # This line is all that compression takes. A loss scaler, if there is one, is named, so that a step it skips leaves no trace.
-        hook = gw.compress(ddp, options.codec, warmup=options.warmup, seed=options.seed, scaler=scaler if scaler.is_enabled() else None)
+        # This line is all that compression takes. A GradScaler, if there is one, is passed, so that a step it skips
+        # changes no residual.
+        hook = gw.compress(
+            ddp, options.codec, warmup=options.warmup, seed=options.seed, scaler=scaler if scaler.is_enabled() else None
+        )
 
     first = load(options.resume, ddp, optimizer, schedule, scaler, hook, device) if options.resume else 0
     last = options.until or options.epochs
@@ -218,7 +251,8 @@ def train(options, device):
     for epoch in range(first, last):
         began = time.perf_counter()
         # All ranks draw the same order and each takes its own part; what an epoch draws depends on its number only.
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1000 * options.seed + epoch)).to(device)
+        draw_order = torch.Generator().manual_seed(1000 * options.seed + epoch)
+        order = torch.randperm(len(labels), generator=draw_order).to(device)
         draw = torch.Generator(device).manual_seed((1000 * options.seed + epoch) * 1000 + rank)
         ddp.train()
         losses = torch.zeros((), device=device)
@@ -234,15 +268,26 @@ def train(options, device):
             schedule.step()
             losses += loss.detach()
         mean_loss, accuracy = pooled(losses / steps, *evaluate(model, *test, amp))
-        report = {"epoch": epoch + 1, "loss": mean_loss, "test_accuracy": accuracy, **sent(hook, ddp, world), "seconds": time.perf_counter() - began}
+        report = {
+            "epoch": epoch + 1,
+            "loss": mean_loss,
+            "test_accuracy": accuracy,
+            **sent(hook, ddp, world),
+            "seconds": time.perf_counter() - began,
+        }
         if rank == 0:
-            print("epoch {epoch:3d}   loss {loss:.4f}   test accuracy {test_accuracy:.2f} %   {bits:.2f} bits per element, "
-                  "{bytes:.0f} bytes a step   {seconds:.1f} s".format(**report), flush=True)
+            print("epoch {epoch:3d}   loss {loss:.4f}   test accuracy {test_accuracy:.2f} %   {bits:.2f} bits per "
+                  "element, {bytes:.0f} bytes per step   {seconds:.1f} s".format(**report), flush=True)
         if options.save:
             save(options.save, epoch + 1, ddp, optimizer, schedule, scaler, hook)
     if options.json and rank == 0:
         weights = sum(weight.detach().double().sum().item() for weight in model.parameters())
-        print(json.dumps({**vars(options), "world": world, "backend": dist.get_backend(), "weights_sum": weights, **report}), flush=True)
+        print(
+            json.dumps(
+                {**vars(options), "world": world, "backend": dist.get_backend(), "weights_sum": weights, **report}
+            ),
+            flush=True,
+        )
 
 
 def evaluate(model, images, labels, amp):
@@ -283,8 +328,8 @@ def save(path, epoch, ddp, optimizer, schedule, scaler, hook):
         write(hook.state_dict(), f"{path}.rank{dist.get_rank()}")
     dist.barrier()
     if dist.get_rank() == 0:
-        write({"epoch": epoch, "model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(),
-               "scaler": scaler.state_dict(), "world": dist.get_world_size()}, path)
+        write({"epoch": epoch, "model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(),
+               "schedule": schedule.state_dict(), "scaler": scaler.state_dict(), "world": dist.get_world_size()}, path)
     dist.barrier()
 
 
@@ -294,9 +339,11 @@ def load(path, ddp, optimizer, schedule, scaler, hook, device):
     optimizer.load_state_dict(state["optimizer"])
     schedule.load_state_dict(state["schedule"])
     scaler.load_state_dict(state["scaler"])
-    if hook:  # on as many ranks as before each goes on with its own; otherwise what all of them owed is shared out anew
+    if hook:  # on as many ranks as before each rank loads its own state; otherwise all residuals are redistributed
         ranks = [dist.get_rank()] if state["world"] == dist.get_world_size() else range(state["world"])
-        hook.load_state_dict([torch.load(f"{path}.rank{rank}", map_location=device, weights_only=True) for rank in ranks])
+        hook.load_state_dict(
+            [torch.load(f"{path}.rank{rank}", map_location=device, weights_only=True) for rank in ranks]
+        )
     return state["epoch"]
 
 

@@ -4,12 +4,13 @@
 
     torchrun --nproc-per-node 4 examples/ddp_gpt.py --codec optquant:bits=4
     torchrun --nproc-per-node 4 examples/ddp_gpt.py --codec none                        plain DDP, to compare with
-    torchrun --nproc-per-node 4 examples/ddp_gpt.py --text book.txt --steps 2000 --layers 6 --width 384 --device cuda --compile
-    torchrun --nproc-per-node 4 examples/ddp_gpt.py --fsdp --codec qsgd:bits=4 --weights unigrid:bits=8
+    torchrun --nproc-per-node 4 examples/ddp_gpt.py --text book.txt --steps 2000 --layers 6 --width 384 --device cuda
+    --compile torchrun --nproc-per-node 4 examples/ddp_gpt.py --fsdp --codec qsgd:bits=4 --weights unigrid:bits=8
 
-Without --text it reads this project's own pages (README.md and docs/*.md), which are enough to see a loss fall and too few
-to learn a language from. The last tenth of the text is held out. Losses are in nats per byte: 5.55 knows nothing, and a model
-that has learned English spelling is below 1.6. What differs from an ordinary training is `gw.compress` or `gw.compress_fsdp` in `parallel`.
+Without --text it reads this project's own pages (README.md and docs/*.md), which are enough to see a loss fall and too
+few to learn a language from. The last tenth of the text is held out. Losses are in nats per byte: 5.55 knows nothing,
+and a model that has learned English spelling is below 1.6. What differs from an ordinary training is
+`gw.compress` in `parallel`.
 """
 
 import argparse
@@ -39,7 +40,10 @@ class Block(nn.Module):
 
     def forward(self, x):
         batch, length, width = x.shape
-        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.to_qkv(self.norm1(x)).chunk(3, dim=2))
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.to_qkv(self.norm1(x)).chunk(3, dim=2)
+        )
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.from_heads(seen.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -70,15 +74,29 @@ class GPT(nn.Module):
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", metavar="FILE", help="what to learn; without it, this project's README.md and docs/*.md")
-    parser.add_argument("--codec", default="optquant:bits=4", help="a spec of gradwire (python -m gradwire codecs) for gradients, or none")
-    parser.add_argument("--warmup", type=int, default=0, help="steps that are sent uncompressed at first; not with --fsdp")
-    parser.add_argument("--fsdp", action="store_true", help="shard the model over the ranks (FSDP2) instead of copying it to each")
-    parser.add_argument("--weights", default="none", help="with --fsdp: a spec for the weights that are gathered, as unigrid:bits=8, or none")
+    parser.add_argument(
+        "--text", metavar="FILE", help="what to learn; without it, this project's README.md and docs/*.md"
+    )
+    parser.add_argument(
+        "--codec",
+        default="optquant:bits=4",
+        help="a codec or rules for gradients (python -m gradwire codecs lists the codecs), or none",
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=0, help="steps that are sent uncompressed at first; not with --fsdp"
+    )
+    parser.add_argument(
+        "--fsdp", action="store_true", help="shard the model over the ranks (FSDP2) instead of copying it to each"
+    )
+    parser.add_argument(
+        "--weights",
+        default="none",
+        help="with --fsdp: a codec or rules for the weights that are gathered, such as unigrid:bits=8, or none",
+    )
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=16, help="pieces of text of a step, all ranks together")
-    parser.add_argument("--context", type=int, default=128, help="bytes of a piece")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step, on all ranks together")
+    parser.add_argument("--context", type=int, default=128, help="bytes of a sequence")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
@@ -89,7 +107,10 @@ def arguments():
     parser.add_argument("--json", action="store_true", help="a last line for programs")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun, which gives every rank its number: torchrun --nproc-per-node 4 examples/ddp_gpt.py ...")
+        parser.error(
+            "start it with torchrun, which gives every rank its number: torchrun --nproc-per-node 4 "
+            "examples/ddp_gpt.py ..."
+        )
     if options.weights != "none" and not options.fsdp:
         parser.error("--weights: only --fsdp sends weights; DDP holds all of them on every rank")
     if options.fsdp and (options.sample or options.warmup):
@@ -104,11 +125,14 @@ def text_of(options, device):
     data = torch.frombuffer(bytearray(b"\n".join(file.read_bytes() for file in files)), dtype=torch.uint8).to(device)
     cut = len(data) * 9 // 10
     if len(data) - cut <= options.context:
-        raise SystemExit(f"--text: {len(data)} bytes are too few for --context {options.context}; more than {10 * options.context} expected")
+        raise SystemExit(
+            f"--text: {len(data)} bytes are too few for --context {options.context}; more than {10 * options.context} "
+            "expected"
+        )
     return data[:cut], data[cut:]
 
 
-def pieces(data, starts, context):
+def sequences(data, starts, context):
     """Bytes from the starts, and the bytes that follow each."""
     places = starts.to(data.device).unsqueeze(1) + torch.arange(context + 1, device=data.device)
     text = data[places].long()
@@ -124,11 +148,11 @@ def parallel(model, options):
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        gradients, weights = (None if spec == "none" else spec for spec in (options.codec, options.weights))
-        if gradients is None and weights is None:
+        codec, weights = (None if given == "none" else given for given in (options.codec, options.weights))
+        if codec is None and weights is None:
             return model, None
         import gradwire.torch as gw
-        return model, gw.compress_fsdp(model, gradients=gradients, weights=weights)
+        return model, gw.compress(model, codec, weights=weights, seed=options.seed)
     ddp = DDP(model)
     if options.codec == "none":
         return ddp, None
@@ -141,11 +165,12 @@ def loss_of(model, text, following):
 
 
 def held_out_loss(model, data, context, rank, world):
-    """The mean over up to 64 pieces of the held-out text, each rank its part."""
+    """The mean over up to 64 sequences of the held-out text. Each rank computes a part of them."""
     starts = torch.linspace(0, len(data) - context - 1, 64).long()[rank::world]
     model.eval()
     with torch.no_grad():
-        sums = torch.stack([loss_of(model, *pieces(data, some, context)) * len(some) for some in starts.split(16)]).sum()
+        losses = [loss_of(model, *sequences(data, some, context)) * len(some) for some in starts.split(16)]
+    sums = torch.stack(losses).sum()
     model.train()
     both = torch.stack([sums, torch.tensor(float(len(starts)), device=sums.device)])
     dist.all_reduce(both)
@@ -153,7 +178,8 @@ def held_out_loss(model, data, context, rank, world):
 
 
 def sent(hook, options, count, world):
-    """Bits per element and bytes that a rank sends in a step; for plain DDP as a ring of all ranks would. FSDP's are not counted here."""
+    """Bits per element and bytes that a rank sends in a step; for plain DDP as a ring of all ranks would. What FSDP
+    sends is in hook.stats()."""
     if options.fsdp:
         return {}
     stats = hook.stats() if hook else {"bits": 32.0, "bytes": 2 * (world - 1) / world * 4 * count}
@@ -179,7 +205,7 @@ def train(options, device):
     began, report, losses = time.perf_counter(), {}, []
     for step in range(1, options.steps + 1):
         starts = torch.randint(len(learn) - options.context, (options.batch // world,), generator=draw)
-        loss = loss_of(model, *pieces(learn, starts, options.context))
+        loss = loss_of(model, *sequences(learn, starts, options.context))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -190,15 +216,19 @@ def train(options, device):
             mean = torch.stack(losses).mean()  # of the steps since the last line
             dist.all_reduce(mean)
             losses = []
-            report = {"step": step, "loss": mean.item() / world, "held_out_loss": held_out_loss(model, held_out, options.context, rank, world),
+            report = {"step": step, "loss": mean.item() / world,
+                      "held_out_loss": held_out_loss(model, held_out, options.context, rank, world),
                       "seconds": time.perf_counter() - began, **sent(hook, options, count, world)}
             line = "step {step:5d}   loss {loss:.4f}   held out {held_out_loss:.4f}   {seconds:.1f} s"
             if "bits" in report:
-                line += "   {bits:.2f} bits per element, {bytes:.0f} bytes a step"
+                line += "   {bits:.2f} bits per element, {bytes:.0f} bytes per step"
             if rank == 0:
                 print(line.format(**report), flush=True)
     if options.json and rank == 0:
-        print(json.dumps({**vars(options), "world": world, "backend": dist.get_backend(), "parameters": count, **report}), flush=True)
+        print(
+            json.dumps({**vars(options), "world": world, "backend": dist.get_backend(), "parameters": count, **report}),
+            flush=True,
+        )
     if options.sample and rank == 0:
         print(written(getattr(model, "module", model), held_out[: options.context // 2], options), flush=True)
 
@@ -229,7 +259,9 @@ def main():
     try:
         train(options, device)
     finally:
-        gc.collect()  # a DDP that is still referenced keeps threads of Gloo alive, and Python 3.11 may abort if one of them outlives it
+        # A DDP that is still referenced keeps threads of Gloo alive, and Python 3.11 may abort if one of them outlives
+        # it.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@
 #include "bindings.h"
 #include "gradwire/learn.h"
 #include "gradwire/plan.h"
+#include "gradwire/rules.h"
 
 namespace gradwire::python {
 namespace {
@@ -48,12 +49,14 @@ py::dict row_of(const CodecInfo& info) {
     row["default"] = parameter.fallback;
     row["allowed"] = parameter.allowed;
     row["meaning"] = parameter.meaning;
+    row["learning"] = parameter.learning;
     parameters.append(row);
   }
   py::dict row;
   row["codec"] = info.name;
   row["summary"] = info.summary;
   row["example"] = info.example;
+  row["specs"] = info.specs;
   row["spec"] = codec.str();
   row["lossless"] = traits.lossless;
   row["unbiased"] = traits.unbiased;
@@ -116,6 +119,8 @@ void bind_codec(py::module_& module) {
       .def(
           "with_table", [](const Codec& codec, const std::vector<uint32_t>& table) { return codec.fitted(table); },
           py::arg("table"), "The codec with this table.")
+      .def_property_readonly("wire_spec", &Codec::wire_spec,
+                             "The spec in a message: without the parameters that say how the sender learns.")
       .def("__str__", &Codec::str)
       .def("__repr__", &repr)
       .def(

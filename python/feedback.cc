@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// ErrorFeedback: what is still owed, by tensor name. A step is begun by Runner.encode; here it is decided, and the
-// state is kept, moved and looked at. Device is bound here too, because a residual lives on one as a runner does.
+// ErrorFeedback: residuals by tensor name. A step is begun by Runner.encode; here it is decided, and the state is saved,
+// redistributed and read. Device is bound here too, because a residual lives on one as a runner does.
 #include <fmt/format.h>
 #include <pybind11/numpy.h>
 
@@ -73,7 +73,7 @@ std::vector<std::tuple<std::string, std::string, uint64_t, uint64_t>> entries(co
   const std::lock_guard lock(shared.mutex);
   std::vector<std::tuple<std::string, std::string, uint64_t, uint64_t>> all;
   for (const ErrorFeedback::Entry& entry : shared.feedback.entries())
-    all.emplace_back(entry.side == Side::up ? "up" : "down", entry.name, entry.first, entry.count);
+    all.emplace_back(entry.direction == Direction::up ? "up" : "down", entry.name, entry.first, entry.count);
   return all;
 }
 
@@ -90,7 +90,7 @@ py::dict notes(const SharedFeedback& shared) {
   {
     const py::gil_scoped_release unlocked;
     const std::lock_guard lock(shared.mutex);
-    kept = shared.feedback.notes();
+    kept = shared.feedback.extras();
   }
   py::dict result;
   for (const auto& [name, note] : kept)
@@ -102,7 +102,7 @@ void set_note(SharedFeedback& shared, const std::string& name, const py::bytes& 
   const std::string bytes = note;
   const py::gil_scoped_release unlocked;
   const std::lock_guard lock(shared.mutex);
-  shared.feedback.set_note(name, std::as_bytes(std::span(bytes)));
+  shared.feedback.set_extra(name, std::as_bytes(std::span(bytes)));
 }
 
 // A method of the library's, called with the state locked.
@@ -123,10 +123,10 @@ auto locked(Result (ErrorFeedback::*method)(Arguments...) const) {
 
 }  // namespace
 
-Side parse_side(const std::string& side) {
+Direction parse_side(const std::string& side) {
   if (side != "up" && side != "down")
     throw Error(ErrorKind::usage, fmt::format("side is '{}'; allowed are up and down", side), "side");
-  return side == "up" ? Side::up : Side::down;
+  return side == "up" ? Direction::up : Direction::down;
 }
 
 void bind_feedback(py::module_& module) {

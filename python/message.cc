@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages at rest: Buffer, the memory a frame lives in; TensorSpec and Plan, what a message carries; and Head, what a
+// Messages at rest: MessageBytes, the memory a frame lives in; TensorSpec and Plan, what a message carries; and Head, what a
 // message says of itself. A message is hostile until its head is read, and read_head() believes nothing in it.
 #include "gradwire/message.h"
 
 #include <fmt/format.h>
 
-#include <cstring>
 #include <new>
 
 #include "bindings.h"
@@ -14,12 +13,12 @@ namespace gradwire::python {
 namespace {
 
 // Aligned as vectors like it, and not filled with zeros: the encoder writes every byte. Read-only for Python.
-class Buffer {
+class MessageBytes {
  public:
-  explicit Buffer(size_t bytes) : bytes_(bytes), data_(::operator new (bytes ? bytes : 1, std::align_val_t{64})) {}
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { ::operator delete (data_, std::align_val_t{64}); }
+  explicit MessageBytes(size_t bytes) : bytes_(bytes), data_(::operator new (bytes ? bytes : 1, std::align_val_t{64})) {}
+  MessageBytes(const MessageBytes&) = delete;
+  MessageBytes& operator=(const MessageBytes&) = delete;
+  ~MessageBytes() { ::operator delete (data_, std::align_val_t{64}); }
   Address address() const { return reinterpret_cast<Address>(data_); }
   size_t bytes() const { return bytes_; }
   py::buffer_info info() const { return {static_cast<unsigned char*>(data_), static_cast<py::ssize_t>(bytes_), true}; }
@@ -30,47 +29,36 @@ class Buffer {
 };
 
 TensorSpec make_tensor(const std::string& name, uint64_t count, const std::string& dtype, const Codec& codec,
-                       uint64_t first, std::optional<uint64_t> name_hash) {
-  return {name, count, parse_dtype(dtype), codec, first, name_hash};
+                       uint64_t first, std::optional<uint64_t> name_hash, std::vector<uint64_t> shape) {
+  return {name, count, parse_dtype(dtype), codec, first, name_hash, std::move(shape)};
 }
 
-// Of the header, where Head has no field for it (docs/wire-format.md, section 2).
-uint32_t spec_count_at(std::span<const std::byte> message) {
-  uint32_t count;
-  std::memcpy(&count, message.data() + 36, sizeof count);
-  return count;
-}
-
-struct SharedHead {
-  Head head;
-  uint32_t spec_count;
-};
-
-SharedHead read(Address message, size_t bytes, uint64_t max_elements, uint32_t max_tensors) {
-  const auto span = bytes_at(message, bytes);
-  Head head = read_head(span, {max_elements, max_tensors});
-  return {std::move(head), spec_count_at(span)};
+Head read(Address message, size_t bytes, uint64_t max_elements, uint32_t max_tensors) {
+  return read_head(bytes_at(message, bytes), {max_elements, max_tensors});
 }
 
 }  // namespace
 
 void bind_message(py::module_& module) {
-  py::class_<Buffer>(module, "Buffer", py::buffer_protocol(), "Bytes that hold a message; read-only.")
+  py::class_<MessageBytes>(module, "Buffer", py::buffer_protocol(), "Bytes that hold a message; read-only.")
       .def(py::init<size_t>(), py::arg("nbytes"))
-      .def_buffer(&Buffer::info)
-      .def_property_readonly("address", &Buffer::address)
-      .def_property_readonly("nbytes", &Buffer::bytes)
-      .def("__len__", &Buffer::bytes);
+      .def_buffer(&MessageBytes::info)
+      .def_property_readonly("address", &MessageBytes::address)
+      .def_property_readonly("nbytes", &MessageBytes::bytes)
+      .def("__len__", &MessageBytes::bytes);
 
   py::class_<TensorSpec>(module, "TensorSpec",
                          "A tensor of a plan, or of a message, where only the hash of its name is known.")
       .def(py::init(&make_tensor), py::arg("name"), py::arg("count"), py::arg("dtype"), py::arg("codec"),
-           py::arg("first") = 0, py::arg("name_hash") = py::none())
+           py::arg("first") = 0, py::arg("name_hash") = py::none(), py::arg("shape") = std::vector<uint64_t>{})
       .def_readonly("name", &TensorSpec::name)
       .def_readonly("count", &TensorSpec::count)
       .def_property_readonly("dtype", [](const TensorSpec& tensor) { return std::string(name_of(tensor.dtype)); })
       .def_readonly("codec", &TensorSpec::codec)
       .def_readonly("first", &TensorSpec::first)
+      .def_property_readonly(
+          "shape", [](const TensorSpec& tensor) { return py::tuple(py::cast(tensor.shape)); },
+          "The extents; empty where none were given.")
       .def_property_readonly("name_hash",
                              [](const TensorSpec& tensor) { return tensor.name_hash.value_or(hash_name(tensor.name)); })
       .def("__repr__", [](const TensorSpec& tensor) {
@@ -86,19 +74,19 @@ void bind_message(py::module_& module) {
       .def_property_readonly("elements", &Plan::elements)
       .def_property_readonly("message_bytes", &Plan::message_bytes);
 
-  py::class_<SharedHead>(module, "Head", "The head of a message, checked.")
-      .def_property_readonly("version", [](const SharedHead& h) { return h.head.version; })
-      .def_property_readonly("total_bytes", [](const SharedHead& h) { return h.head.total_bytes; })
-      .def_property_readonly("head_bytes", [](const SharedHead& h) { return h.head.head_bytes; })
-      .def_property_readonly("step", [](const SharedHead& h) { return h.head.stamp.step; })
-      .def_property_readonly("stage", [](const SharedHead& h) { return h.head.stamp.stage; })
-      .def_property_readonly("rank", [](const SharedHead& h) { return h.head.stamp.rank; })
-      .def_property_readonly("world", [](const SharedHead& h) { return h.head.stamp.world; })
-      .def_property_readonly("head_check", [](const SharedHead& h) { return h.head.head_check; })
-      .def_property_readonly("body_check", [](const SharedHead& h) { return h.head.body_check; })
-      .def_property_readonly("spec_count", [](const SharedHead& h) { return h.spec_count; })
-      .def_property_readonly("tensors", [](const SharedHead& h) { return h.head.tensors; })
-      .def_property_readonly("body_offsets", [](const SharedHead& h) { return h.head.body_offsets; });
+  py::class_<Head>(module, "Head", "The head of a message, checked.")
+      .def_property_readonly("version", [](const Head& h) { return h.version; })
+      .def_property_readonly("total_bytes", [](const Head& h) { return h.total_bytes; })
+      .def_property_readonly("head_bytes", [](const Head& h) { return h.head_bytes; })
+      .def_property_readonly("step", [](const Head& h) { return h.stamp.step; })
+      .def_property_readonly("stage", [](const Head& h) { return h.stamp.stage; })
+      .def_property_readonly("rank", [](const Head& h) { return h.stamp.rank; })
+      .def_property_readonly("world", [](const Head& h) { return h.stamp.world; })
+      .def_property_readonly("head_check", [](const Head& h) { return h.head_check; })
+      .def_property_readonly("body_check", [](const Head& h) { return h.body_check; })
+      .def_property_readonly("spec_count", [](const Head& h) { return h.spec_count; })
+      .def_property_readonly("tensors", [](const Head& h) { return h.tensors; })
+      .def_property_readonly("body_offsets", [](const Head& h) { return h.body_offsets; });
 
   module.attr("wire_version") = kWireVersion;
   module.attr("piece_grain") = kPieceGrain;
@@ -106,11 +94,11 @@ void bind_message(py::module_& module) {
              Unlocked(), "The head, or FrameError.");
   module.def(
       "verify_body",
-      [](Address message, size_t bytes, const SharedHead& head) { verify_body(bytes_at(message, bytes), head.head); },
+      [](Address message, size_t bytes, const Head& head) { verify_body(bytes_at(message, bytes), head); },
       py::arg("message"), py::arg("nbytes"), py::arg("head"), Unlocked(), "FrameError when the body was altered.");
   module.def(
       "reseal", [](Address message, size_t bytes) { reseal(bytes_at(message, bytes)); }, py::arg("message"),
-      py::arg("nbytes"), Unlocked(), "Makes the checksums right again: for tests that lie.");
+      py::arg("nbytes"), Unlocked(), "Makes the checksums right again: for tests of malformed messages.");
 }
 
 }  // namespace gradwire::python

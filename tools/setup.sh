@@ -17,7 +17,8 @@ packages=(
   libopenmpi-dev openmpi-bin                                          # the mpi engine
   libgrpc++-dev                                                       # the parameter server
   openssl                                                             # the test of its certificates
-  libgtest-dev libkissfft-dev clang libclang-rt-14-dev llvm                          # tests; libFuzzer and its coverage need clang
+  libgtest-dev libkissfft-dev clang libclang-rt-14-dev llvm           # tests; libFuzzer and its coverage need clang
+  clang-format                                                        # the test of the formatting
   python3 python3-venv python3-numpy python3-pytest                   # the tests that are written in Python
   libjs-chart.js gnuplot-nox                                          # charts in reports, plots for papers
   chromium chromium-driver python3-selenium                           # the test that looks at a report

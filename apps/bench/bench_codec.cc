@@ -10,8 +10,8 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "bench/bench_case.h"
 #include "bench/resnet50.h"
-#include "bench/subject.h"
 #include "bench/synthetic.h"
 #include "cli/command.h"
 #include "cli/console.h"
@@ -26,67 +26,69 @@ struct CodecBenchOptions {
   uint64_t elements = 16777216;
   std::string dtype = "f32", residual = "f32", list;
   int pairs = 15;
-  BedOptions bed;
+  BackendOptions backend;
   bool json = false;
 };
 
-// One operation, and what its rounds found relative to the copy (and to the single tensor) next to it.
+// One operation: its times, and its speed relative to the neighbouring copy and to the single tensor.
 struct Timed {
   std::vector<double> seconds, of_copy, of_single;
 };
 
-struct Result {
-  double bits_per_element, relative_error;
+struct CodecBenchResult {
+  double bits_per_element, error;
   double copy_seconds;
   Timed encode, feedback, decode;
   uint64_t tensor_bytes, residual_bytes, frame_bytes;
 };
 
-// Small tensors are repeated within one reading of the clock.
+// A small tensor is processed several times within one measurement.
 uint64_t repeats(uint64_t elements) { return std::clamp<uint64_t>((uint64_t{1} << 20) / elements, 1, 64); }
 
-Result measure(Bed& bed, const std::string& spec, const CodecBenchOptions& options,
-               const std::vector<NamedTensor>& tensors, std::span<const float> values, Progress& progress) {
-  // A codec that learns is timed with what it would have learned.
+CodecBenchResult measure(BenchBackend& backend, const std::string& spec, const CodecBenchOptions& options,
+                         const std::vector<NamedTensor>& tensors, std::span<const float> values, Progress& progress) {
+  // A codec that learns is fitted first, as it would be during training.
   const Codec codec = fit(Codec::parse(spec), values.data(), std::min<uint64_t>(values.size(), 1 << 20), DType::f32);
-  const SubjectOptions subject_options{codec, parse_dtype(options.dtype), parse_dtype(options.residual)};
+  const BenchCaseOptions case_options{codec, parse_dtype(options.dtype), parse_dtype(options.residual)};
   progress.show(spec + ": verifying against the scalar reference");
-  verify_against_reference(bed, subject_options, values);
+  verify_against_reference(backend, case_options, values);
 
   const uint64_t elements = values.size();
-  const size_t sets = std::clamp<size_t>((4 * bed.cache_bytes() + 4 * elements - 1) / (4 * elements), 1, 16);
-  Subject subject(bed, tensors, subject_options, values, sets);
-  std::optional<Subject> single;
+  const size_t sets = std::clamp<size_t>((4 * backend.cache_bytes() + 4 * elements - 1) / (4 * elements), 1, 16);
+  BenchCase bench_case(backend, tensors, case_options, values, sets);
+  std::optional<BenchCase> single;
   if (!options.list.empty())
-    single.emplace(bed, std::vector<NamedTensor>{{"single", elements, DType::f32, 2}}, subject_options, values, sets);
+    single.emplace(backend, std::vector<NamedTensor>{{"single", elements, DType::f32, 2}}, case_options, values, sets);
 
-  Result result{};
-  result.tensor_bytes = subject.tensor_bytes();
-  result.residual_bytes = subject.residual_bytes();
-  result.frame_bytes = subject.frame_bytes();
+  CodecBenchResult result{};
+  result.tensor_bytes = bench_case.tensor_bytes();
+  result.residual_bytes = bench_case.residual_bytes();
+  result.frame_bytes = bench_case.frame_bytes();
   result.bits_per_element = 8.0 * static_cast<double>(result.frame_bytes) / static_cast<double>(elements);
-  subject.encode(0);
-  subject.decode(0);
-  subject.wait();
-  result.relative_error = relative_error(subject.input(), subject.decoded());
-  if (!std::isfinite(result.relative_error) || (subject_options.codec.traits().lossless && result.relative_error != 0))
-    throw std::runtime_error(fmt::format("verification failed: {}: relative error {}", spec, result.relative_error));
+  bench_case.encode(0);
+  bench_case.decode(0);
+  bench_case.wait();
+  result.error = squared_relative_error(bench_case.input(), bench_case.decoded());
+  const bool lossless = case_options.codec.traits().lossless;
+  if (!std::isfinite(result.error) || (lossless && result.error != 0))
+    throw std::runtime_error(fmt::format("verification failed: the error of {} is {}; expected {}", spec, result.error,
+                                         lossless ? "0, because it is lossless" : "a finite number"));
 
   std::vector<double> copies;
   const uint64_t count = repeats(elements);
   uint64_t turn = 0;
-  const auto time = [&](Subject& what, void (Subject::*work)(uint64_t)) {
+  const auto time = [&](BenchCase& what, void (BenchCase::*work)(uint64_t)) {
     const uint64_t first = turn;
     turn += count;
-    const double seconds = bed.time([&] {
+    const double seconds = backend.time([&] {
       for (uint64_t i = first; i < first + count; ++i) (what.*work)(i);
     });
     what.wait();
     return seconds / static_cast<double>(count);
   };
-  const auto pair = [&](Timed& timed, void (Subject::*work)(uint64_t)) {
-    const double copy = time(subject, &Subject::copy);
-    const double own = time(subject, work);
+  const auto pair = [&](Timed& timed, void (BenchCase::*work)(uint64_t)) {
+    const double copy = time(bench_case, &BenchCase::copy);
+    const double own = time(bench_case, work);
     copies.push_back(copy);
     timed.seconds.push_back(own);
     timed.of_copy.push_back(copy / own);
@@ -98,32 +100,33 @@ Result measure(Bed& bed, const std::string& spec, const CodecBenchOptions& optio
       result.encode = result.feedback = result.decode = {};
     }
     progress.show(fmt::format("{}: round {} of {}", spec, round + 1, options.pairs));
-    pair(result.encode, &Subject::encode);
-    pair(result.feedback, &Subject::feedback);
-    pair(result.decode, &Subject::decode);
+    pair(result.encode, &BenchCase::encode);
+    pair(result.feedback, &BenchCase::feedback);
+    pair(result.decode, &BenchCase::decode);
   }
   result.copy_seconds = median(copies);
   return result;
 }
 
 // The time in which a copy would move `bytes` (read or written), over the time taken.
-double limit_fraction(const Result& result, const Timed& timed, uint64_t bytes) {
+double limit_fraction(const CodecBenchResult& result, const Timed& timed, uint64_t bytes) {
   return median(timed.of_copy) * static_cast<double>(bytes) / (2.0 * static_cast<double>(result.tensor_bytes));
 }
 
 nlohmann::ordered_json to_json(const std::string& spec, const CodecBenchOptions& options, uint64_t elements,
-                               const Result& result) {
+                               const CodecBenchResult& result) {
   const double fp32_bytes = 4.0 * static_cast<double>(elements);
   const auto rate = [&](const Timed& timed) { return fp32_bytes / median(timed.seconds) * 1e-9; };
   const uint64_t one_way = result.tensor_bytes + result.frame_bytes;
   nlohmann::ordered_json row = {
       {"codec", spec},
-      {"device", options.bed.device},
-      {"threads", options.bed.device == "cpu" ? options.bed.threads : 0},
+      {"device", options.backend.device},
+      {"threads", options.backend.device == "cpu" ? options.backend.threads : 0},
       {"dtype", options.dtype},
       {"elements", elements},
       {"bits_per_element", result.bits_per_element},
-      {"relative_error", result.relative_error},
+      {"ratio", fp32_bytes / static_cast<double>(result.frame_bytes)},
+      {"error", result.error},
       {"encode_GBps", rate(result.encode)},
       {"feedback_encode_GBps", rate(result.feedback)},
       {"decode_GBps", rate(result.decode)},
@@ -136,9 +139,9 @@ nlohmann::ordered_json to_json(const std::string& spec, const CodecBenchOptions&
       {"decode_of_copy", median(result.decode.of_copy)}};
   if (!options.list.empty()) {
     row["list"] = options.list;
-    row["encode_list_ratio"] = median(result.encode.of_single);
-    row["feedback_list_ratio"] = median(result.feedback.of_single);
-    row["decode_list_ratio"] = median(result.decode.of_single);
+    row["encode_list_over_single"] = median(result.encode.of_single);
+    row["feedback_list_over_single"] = median(result.feedback.of_single);
+    row["decode_list_over_single"] = median(result.decode.of_single);
   }
   row["residual"] = options.residual;
   row["pairs"] = options.pairs;
@@ -149,13 +152,14 @@ nlohmann::ordered_json to_json(const std::string& spec, const CodecBenchOptions&
 void print_page(const CodecBenchOptions& options, uint64_t elements, const std::vector<nlohmann::ordered_json>& rows) {
   print(fmt::format("{} {} elements{} on {}; verified; medians of {} interleaved rounds\n\n", human_count(elements),
                     options.dtype, options.list.empty() ? "" : " (" + options.list + " list)",
-                    options.bed.device == "cuda"
-                        ? "the GPU"
-                        : fmt::format("the CPU, {} thread{}", options.bed.threads, options.bed.threads == 1 ? "" : "s"),
+                    options.backend.device == "cuda" ? "the GPU"
+                                                     : fmt::format("the CPU, {} thread{}", options.backend.threads,
+                                                                   options.backend.threads == 1 ? "" : "s"),
                     options.pairs));
-  std::vector<std::string> header = {"codec",  "bits/element", "relative error", "encode",         "feedback",
-                                     "decode", "copy",         "encode/limit",   "feedback/limit", "decode/limit"};
-  std::string alignment = "lrrrrrrrrr";
+  std::vector<std::string> header = {"codec",        "bits/element",   "ratio",       "error",
+                                     "encode",       "feedback",       "decode",      "copy",
+                                     "encode/limit", "feedback/limit", "decode/limit"};
+  std::string alignment = "lrrrrrrrrrr";
   if (!options.list.empty()) {
     header.insert(header.end(), {"encode/single", "decode/single"});
     alignment += "rr";
@@ -167,7 +171,8 @@ void print_page(const CodecBenchOptions& options, uint64_t elements, const std::
     };
     std::vector<std::string> cells = {row.at("codec").get<std::string>(),
                                       number("bits_per_element", "{:.3f}"),
-                                      human_fraction(row.at("relative_error").get<double>()),
+                                      number("ratio", "{:.2f}"),
+                                      human_fraction(row.at("error").get<double>()),
                                       number("encode_GBps", "{:.2f}"),
                                       number("feedback_encode_GBps", "{:.2f}"),
                                       number("decode_GBps", "{:.2f}"),
@@ -176,18 +181,22 @@ void print_page(const CodecBenchOptions& options, uint64_t elements, const std::
                                       number("limit_fraction_feedback", "{:.2f}"),
                                       number("limit_fraction_decode", "{:.2f}")};
     if (!options.list.empty()) {
-      cells.push_back(number("encode_list_ratio", "{:.2f}"));
-      cells.push_back(number("decode_list_ratio", "{:.2f}"));
+      cells.push_back(number("encode_list_over_single", "{:.2f}"));
+      cells.push_back(number("decode_list_over_single", "{:.2f}"));
     }
     table.row(cells);
   }
   print(table.str());
   print(
-      "\nencode, feedback, decode: GB of fp32 tensor per second; copy: GB/s read + written. /limit: share of the speed "
-      "at\n"
-      "which a plain copy would move the same bytes; 1.00 is the memory limit. See docs/measuring.md.\n");
+      "\nratio: fp32 bytes / bytes of the message. error: ||x - x'||^2 / ||x||^2; an unbiased codec with few bits may "
+      "exceed 1.\n"
+      "encode, feedback (encode with error feedback), decode: GB of fp32 tensor per second. copy: GB/s read + "
+      "written.\n"
+      "/limit: share of the speed at which a plain copy moves the same bytes; 1.00 is the memory limit. On a busy "
+      "machine or\n"
+      "with few --pairs it may exceed 1. docs/measuring.md defines all figures.\n");
   if (!options.list.empty())
-    print("/single: speed of the whole list in one call over that of one tensor of the same size.\n");
+    print("/single: speed of the whole list in one call / speed of one tensor of the same size.\n");
 }
 
 void bench_codec(const CodecBenchOptions& options) {
@@ -200,8 +209,8 @@ void bench_codec(const CodecBenchOptions& options) {
   fill_gradient(values, 1, machine_threads());
   std::vector<nlohmann::ordered_json> rows;
   for (const std::string& spec : options.codecs) {
-    const std::unique_ptr<Bed> bed = make_bed(options.bed);
-    const Result result = measure(*bed, spec, options, tensors, values, progress);
+    const std::unique_ptr<BenchBackend> backend = make_backend(options.backend);
+    const CodecBenchResult result = measure(*backend, spec, options, tensors, values, progress);
     rows.push_back(to_json(spec, options, elements, result));
     if (options.json) {
       progress.clear();
@@ -215,17 +224,17 @@ void bench_codec(const CodecBenchOptions& options) {
 }  // namespace
 
 void add_bench_codec(CLI::App& bench, Action& action) {
-  CLI::App* command = bench.add_subcommand("codec", "Speed, size and error of codecs, next to a plain copy");
+  CLI::App* command = bench.add_subcommand("codec", "Measure speed, size and error of codecs next to a plain copy");
   auto options = std::make_shared<CodecBenchOptions>();
-  add_codec(*command, options->codecs, "Codec and parameters, or all; may be given several times");
-  add_whole(*command, "--elements", options->elements, 1, kMostElements, "Elements of the tensor");
+  add_codec(*command, options->codecs, "Codec with parameters, or 'all'; may be given several times");
+  add_whole(*command, "--elements", options->elements, 1, kMostElements, "Number of elements of the tensor");
   add_choice(*command, "--list", options->list, {"resnet50"},
-             "Time this model's tensors in one call, against one tensor");
+             "Time the tensors of this model in one call, and one tensor of the same size");
   add_choice(*command, "--dtype", options->dtype, {"f32", "f16", "bf16"}, "Type of the tensor");
   add_choice(*command, "--residual", options->residual, {"f32", "bf16"}, "Type of the residual");
-  add_whole(*command, "--pairs", options->pairs, 1, 100000, "Timed rounds; one more runs first");
-  add_device(*command, options->bed);
-  command->add_flag("--json", options->json, "One JSON object a row");
+  add_whole(*command, "--pairs", options->pairs, 1, 100000, "Number of timed rounds; one more runs first to warm up");
+  add_device(*command, options->backend);
+  command->add_flag("--json", options->json, "Print one JSON object per codec");
   command->footer("Example:\n  gradwire bench codec --codec qsgd:bits=4 --elements 16777216 --device cpu --threads 1");
   command->callback([&action, options] {
     std::vector<std::string> specs;

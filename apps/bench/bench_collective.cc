@@ -7,9 +7,9 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "bench/reduce_bench.h"
 #include "bench/resnet50.h"
 #include "bench/synthetic.h"
-#include "bench/trial.h"
 #include "cli/command.h"
 #include "cli/console.h"
 #include "cli/mpi_session.h"
@@ -29,90 +29,93 @@ struct CollectiveOptions {
   bool json = false;
 };
 
-struct Row {
+struct CollectiveRow {
   std::string codec;
-  TrialResult result;
+  ReduceBenchResult result;
 };
 
-TrialOptions trial_options(const CollectiveOptions& options, const std::string& codec) {
-  TrialOptions trial;
-  trial.tensors = options.list.empty() ? std::vector<NamedTensor>{{"gradient", options.elements, DType::f32, 2}}
+ReduceBenchOptions reduce_bench_options(const CollectiveOptions& options, const std::string& codec) {
+  ReduceBenchOptions bench;
+  bench.tensors = options.list.empty() ? std::vector<NamedTensor>{{"gradient", options.elements, DType::f32, 2}}
                                        : resnet50_tensors();
-  trial.reduce.method = options.method == "gather" ? ReduceOptions::Method::gather : ReduceOptions::Method::scatter;
-  trial.reduce.up = codec;
-  trial.reduce.down = options.down;
-  trial.reduce.residual = parse_dtype(options.residual);
-  trial.reduce.device.threads = options.threads;
-  trial.steps = options.steps;
-  return trial;
+  bench.reduce.method = options.method == "gather" ? ReduceOptions::Method::gather : ReduceOptions::Method::scatter;
+  bench.reduce.up = codec;
+  bench.reduce.down = options.down;
+  bench.reduce.residual = parse_dtype(options.residual);
+  bench.reduce.device.threads = options.threads;
+  bench.steps = options.steps;
+  return bench;
 }
 
 std::vector<std::vector<float>> all_gradients(const std::vector<NamedTensor>& tensors, int world, Progress* progress) {
   std::vector<std::vector<float>> ranks;
   for (int rank = 0; rank < world; ++rank) {
-    if (progress != nullptr) progress->show(fmt::format("making gradients of worker {} of {}", rank + 1, world));
+    if (progress != nullptr) progress->show(fmt::format("making the gradients of rank {} of {}", rank + 1, world));
     ranks.push_back(worker_gradients(tensors, rank, 1));
   }
   return ranks;
 }
 
 void print_rows(const CollectiveOptions& options, const std::string& engine, int world, uint64_t elements,
-                const std::vector<Row>& rows) {
+                const std::vector<CollectiveRow>& rows) {
   if (options.json) {
     for (const auto& [codec, result] : rows) {
-      nlohmann::ordered_json row = {
-          {"collective", options.method},
-          {"codec", codec},
-          {"engine", engine},
-          {"world", world},
-          {"elements", elements},
-          {"time_s", result.time_s},
-          {"fp32_time_s", result.fp32_time_s},
-          {"bytes_sent", result.bytes_sent},
-          {"bytes_sent_fp32", result.bytes_sent_fp32},
-          {"relative_error", result.relative_error},
-          {"identical", result.identical},
-          {"time_ratio", result.time_ratio},
-          {"bytes_ratio", result.bytes_sent_fp32 == 0
-                              ? 1.0
-                              : static_cast<double>(result.bytes_sent) / static_cast<double>(result.bytes_sent_fp32)},
-          {"steps", options.steps},
-          {"threads", options.threads},
-          {"tensors", options.list.empty() ? 1 : 161}};
+      nlohmann::ordered_json row = {{"collective", options.method},
+                                    {"codec", codec},
+                                    {"engine", engine},
+                                    {"world", world},
+                                    {"elements", elements},
+                                    {"time_s", result.time_s},
+                                    {"fp32_time_s", result.fp32_time_s},
+                                    {"bytes_sent", result.bytes_sent},
+                                    {"bytes_sent_fp32", result.bytes_sent_fp32},
+                                    {"ratio", result.ratio()},
+                                    {"error", result.error},
+                                    {"identical", result.identical},
+                                    {"time_over_fp32", result.time_over_fp32},
+                                    {"steps", options.steps},
+                                    {"threads", options.threads},
+                                    {"tensors", options.list.empty() ? 1 : 161}};
       print(row.dump() + "\n");
     }
     return;
   }
-  print(fmt::format("{} of {} elements{} among {} workers on {}; median of {} step{}, fp32 (scatter) in turns\n\n",
-                    options.method, human_count(elements), options.list.empty() ? "" : " in 161 tensors", world, engine,
-                    options.steps, options.steps == 1 ? "" : "s"));
-  Table table("lrrrrrrl",
-              {"codec", "sent/worker", "fp32", "relative error", "time", "fp32 time", "time ratio", "identical"});
+  print(fmt::format(
+      "{} of {} elements{} among {} ranks, engine {}; median of {} step{}, in turns with fp32 by scatter\n\n",
+      options.method, human_count(elements), options.list.empty() ? "" : " in 161 tensors", world, engine,
+      options.steps, options.steps == 1 ? "" : "s"));
+  Table table("lrrrrrrrl",
+              {"codec", "sent/rank", "fp32", "ratio", "error", "time", "fp32 time", "time/fp32 time", "identical"});
   for (const auto& [codec, result] : rows)
     table.row({codec, human_bytes(static_cast<double>(result.bytes_sent)),
-               human_bytes(static_cast<double>(result.bytes_sent_fp32)), human_fraction(result.relative_error),
-               human_seconds(result.time_s), human_seconds(result.fp32_time_s),
-               fmt::format("{:.2f}", result.time_ratio), result.identical ? "yes" : "NO"});
+               human_bytes(static_cast<double>(result.bytes_sent_fp32)), fmt::format("{:.2f}", result.ratio()),
+               human_fraction(result.error), human_seconds(result.time_s), human_seconds(result.fp32_time_s),
+               fmt::format("{:.2f}", result.time_over_fp32), result.identical ? "yes" : "NO"});
   print(table.str());
+  print(
+      "\nratio: fp32 bytes / bytes sent. error: squared relative error of the first step's mean, ||m - m'||^2 / "
+      "||m||^2.\n");
 }
 
-void check_identical(const std::vector<Row>& rows) {
+void check_identical(const std::vector<CollectiveRow>& rows) {
   for (const auto& [codec, result] : rows)
-    if (!result.identical) throw std::runtime_error("verification failed: ranks hold different results with " + codec);
+    if (!result.identical)
+      throw std::runtime_error("verification failed: the ranks hold different results with " + codec);
 }
 
 void bench_loopback(const CollectiveOptions& options) {
   Progress progress;
-  const std::vector<NamedTensor> tensors = trial_options(options, options.codecs.front()).tensors;
+  const std::vector<NamedTensor> tensors = reduce_bench_options(options, options.codecs.front()).tensors;
   const auto ranks = all_gradients(tensors, options.world, &progress);
   const std::vector<float> mean = exact_mean(ranks);
-  std::vector<Row> rows;
+  std::vector<CollectiveRow> rows;
   for (const std::string& codec : options.codecs) {
     rows.push_back({codec, {}});
     run_loopback(options.world, [&](Engine& engine) {
       const size_t rank = static_cast<size_t>(engine.rank());
-      const TrialResult result = run_trial(engine, trial_options(options, codec), {ranks[rank], mean},
-                                           [&](const std::string& text) { progress.show(codec + ": " + text); });
+      const ReduceBenchResult result =
+          run_reduce_bench(engine, reduce_bench_options(options, codec), {ranks[rank], mean},
+                           [&](const std::string& text) { progress.show(codec + ": " + text); });
       if (rank == 0) rows.back().result = result;
     });
   }
@@ -127,20 +130,20 @@ void bench_mpi(const CollectiveOptions& options) {
   try {
     if (options.world_chosen && options.world != engine.size())
       throw Error(ErrorKind::usage,
-                  fmt::format("--world {}: mpirun started {} ranks; leave --world out or give the same number",
+                  fmt::format("--world is {}, but mpirun started {} ranks; leave --world out or give the same number",
                               options.world, engine.size()),
                   "world");
     Progress progress;
     Progress* shown = engine.rank() == 0 ? &progress : nullptr;
-    const std::vector<NamedTensor> tensors = trial_options(options, options.codecs.front()).tensors;
+    const std::vector<NamedTensor> tensors = reduce_bench_options(options, options.codecs.front()).tensors;
     auto ranks = all_gradients(tensors, engine.size(), shown);
     const std::vector<float> mean = exact_mean(ranks);
     const std::vector<float> mine = std::move(ranks[static_cast<size_t>(engine.rank())]);
     ranks = {};
-    std::vector<Row> rows;
+    std::vector<CollectiveRow> rows;
     for (const std::string& codec : options.codecs)
-      rows.push_back({codec, run_trial(engine, trial_options(options, codec), {mine, mean},
-                                       [&](const std::string& text) { progress.show(codec + ": " + text); })});
+      rows.push_back({codec, run_reduce_bench(engine, reduce_bench_options(options, codec), {mine, mean},
+                                              [&](const std::string& text) { progress.show(codec + ": " + text); })});
     progress.clear();
     if (engine.rank() == 0) print_rows(options, "mpi", engine.size(), total_elements(tensors), rows);
     check_identical(rows);
@@ -156,21 +159,23 @@ void bench_mpi(const CollectiveOptions& options) {
 }  // namespace
 
 void add_bench_collective(CLI::App& bench, Action& action) {
-  CLI::App* command = bench.add_subcommand("collective", "A compressed all-reduce against fp32");
+  CLI::App* command = bench.add_subcommand("collective", "Measure a compressed all-reduce against fp32");
   auto options = std::make_shared<CollectiveOptions>();
-  add_codec(*command, options->codecs, "Codec or per-tensor rules; may be given several times");
+  add_codec(*command, options->codecs, "Codec or rules per tensor; may be given several times");
   add_choice(*command, "--engine", options->engine, {"loopback", "mpi"},
-             "loopback: threads of this process; mpi: the processes of mpirun");
-  CLI::Option* world = add_whole(*command, "--world", options->world, 1, 1024, "Workers (loopback)");
-  add_whole(*command, "--elements", options->elements, 1, kMostElements, "Elements of the one tensor");
-  add_choice(*command, "--list", options->list, {"resnet50"}, "Reduce this model's tensors instead of one");
+             "Ranks are threads of this process (loopback) or the processes of mpirun (mpi)");
+  CLI::Option* world = add_whole(*command, "--world", options->world, 1, 1024, "Number of ranks, for loopback");
+  add_whole(*command, "--elements", options->elements, 1, kMostElements, "Number of elements of the tensor");
+  add_choice(*command, "--list", options->list, {"resnet50"}, "Reduce the tensors of this model instead of one tensor");
   add_choice(*command, "--method", options->method, {"gather", "scatter"}, "How the codec's all-reduce is done");
-  command->add_option("--down", options->down, "Codec of the way down (scatter); default: as --codec, to nearest")
+  command
+      ->add_option("--down", options->down,
+                   "Codec for the second half of scatter; by default that of --codec, rounding to nearest")
       ->type_name("SPEC");
-  add_choice(*command, "--residual", options->residual, {"f32", "bf16"}, "Type of the residuals");
-  add_whole(*command, "--steps", options->steps, 1, 1000000, "Timed steps; one more runs first");
-  add_whole(*command, "--threads", options->threads, 1, 1024, "CPU threads of each worker");
-  command->add_flag("--json", options->json, "One JSON object a row");
+  add_choice(*command, "--residual", options->residual, {"f32", "bf16"}, "Data type of the residuals");
+  add_whole(*command, "--steps", options->steps, 1, 1000000, "Number of timed steps; one more runs first to warm up");
+  add_whole(*command, "--threads", options->threads, 1, 1024, "CPU threads of each rank");
+  command->add_flag("--json", options->json, "Print one JSON object per codec");
   command->footer(
       "Examples:\n"
       "  gradwire bench collective --codec qsgd:bits=4 --world 4 --elements 16777216\n"

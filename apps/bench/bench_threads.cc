@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// `gradwire bench threads`: what T threads gain over one. Cores of a shared machine are rarely worth T, so a loop that
-// only computes is run with one thread and with T in the same rounds: a codec's gain over that loop's gain is what the
-// codec's own threading is worth.
+// `gradwire bench threads`: what T threads gain over one. T cores of a shared machine are rarely T times as fast as
+// one, so a loop that only computes is run with one thread and with T in the same rounds. The gain of a codec over the
+// gain of that loop shows the quality of the codec's threading.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -9,7 +9,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
-#include "bench/subject.h"
+#include "bench/bench_case.h"
 #include "bench/synthetic.h"
 #include "cli/command.h"
 #include "cli/console.h"
@@ -49,39 +49,40 @@ struct Gains {
 
 nlohmann::ordered_json measure(const std::string& spec, const ThreadsOptions& options, std::span<const float> values,
                                Progress& progress) {
-  const std::unique_ptr<Bed> one_bed = make_bed({.device = "cpu", .threads = 1, .simd = options.simd});
-  const std::unique_ptr<Bed> many_bed = make_bed({.device = "cpu", .threads = options.threads, .simd = options.simd});
-  const SubjectOptions subject_options{Codec::parse(spec)};
+  const std::unique_ptr<BenchBackend> one_backend = make_backend({.device = "cpu", .threads = 1, .simd = options.simd});
+  const std::unique_ptr<BenchBackend> many_backend =
+      make_backend({.device = "cpu", .threads = options.threads, .simd = options.simd});
+  const BenchCaseOptions case_options{Codec::parse(spec)};
   progress.show(spec + ": verifying against the scalar reference");
-  verify_against_reference(*many_bed, subject_options, values);
+  verify_against_reference(*many_backend, case_options, values);
   const std::vector<NamedTensor> tensors = {{"tensor", values.size(), DType::f32, 2}};
-  Subject one(*one_bed, tensors, subject_options, values, 1);
-  Subject many(*many_bed, tensors, subject_options, values, 1);
+  BenchCase one(*one_backend, tensors, case_options, values, 1);
+  BenchCase many(*many_backend, tensors, case_options, values, 1);
   Team team(options.threads);
 
   std::vector<double> compute_gains;
   Gains encode, feedback, decode, copy;
   uint64_t turn = 0;
   const uint64_t count = std::clamp<uint64_t>((uint64_t{1} << 20) / values.size(), 1, 64);
-  const auto seconds = [&](Bed& bed, Subject& subject, void (Subject::*work)(uint64_t)) {
-    return bed.time([&] {
-      for (uint64_t i = 0; i < count; ++i) (subject.*work)(++turn);
+  const auto seconds = [&](BenchBackend& backend, BenchCase& bench_case, void (BenchCase::*work)(uint64_t)) {
+    return backend.time([&] {
+      for (uint64_t i = 0; i < count; ++i) (bench_case.*work)(++turn);
     });
   };
   for (int round = 0; round < options.pairs; ++round) {
     progress.show(fmt::format("{}: round {} of {}", spec, round + 1, options.pairs));
-    const double alone = one_bed->time(compute_only);
-    const double together = many_bed->time([&] { team.run([](int) { compute_only(); }); });
+    const double alone = one_backend->time(compute_only);
+    const double together = many_backend->time([&] { team.run([](int) { compute_only(); }); });
     const double compute_gain = options.threads * alone / together;  // T times the work was done
     compute_gains.push_back(compute_gain);
-    const auto compare = [&](Gains& gains, void (Subject::*work)(uint64_t)) {
-      const double single = seconds(*one_bed, one, work);
-      gains.add(single, seconds(*many_bed, many, work), compute_gain);
+    const auto compare = [&](Gains& gains, void (BenchCase::*work)(uint64_t)) {
+      const double single = seconds(*one_backend, one, work);
+      gains.add(single, seconds(*many_backend, many, work), compute_gain);
     };
-    compare(encode, &Subject::encode);
-    compare(feedback, &Subject::feedback);
-    compare(decode, &Subject::decode);
-    compare(copy, &Subject::copy);
+    compare(encode, &BenchCase::encode);
+    compare(feedback, &BenchCase::feedback);
+    compare(decode, &BenchCase::decode);
+    compare(copy, &BenchCase::copy);
   }
   return {{"codec", spec},
           {"device", "cpu"},
@@ -125,20 +126,23 @@ void bench_threads(const ThreadsOptions& options) {
     table.row(cells);
   }
   print(table.str());
-  print("\nGain of the threads over one; the last three are relative to what a loop that only computes gains here.\n");
+  print(
+      "\nThe figures are the gain of the threads over one thread. The last three are divided by the gain of a loop "
+      "that only\n"
+      "computes.\n");
 }
 
 }  // namespace
 
 void add_bench_threads(CLI::App& bench, Action& action) {
-  CLI::App* command = bench.add_subcommand("threads", "What several CPU threads gain over one");
+  CLI::App* command = bench.add_subcommand("threads", "Measure what several CPU threads gain over one");
   auto options = std::make_shared<ThreadsOptions>();
-  add_codec(*command, options->codecs, "Codec and parameters; may be given several times");
-  add_whole(*command, "--threads", options->threads, 2, 1024, "Threads to compare with one");
-  add_whole(*command, "--elements", options->elements, 1, kMostElements, "Elements of the tensor");
-  add_whole(*command, "--pairs", options->pairs, 1, 100000, "Rounds");
+  add_codec(*command, options->codecs, "Codec with parameters; may be given several times");
+  add_whole(*command, "--threads", options->threads, 2, 1024, "Number of threads to compare with one");
+  add_whole(*command, "--elements", options->elements, 1, kMostElements, "Number of elements of the tensor");
+  add_whole(*command, "--pairs", options->pairs, 1, 100000, "Number of rounds");
   add_simd(*command, options->simd);
-  command->add_flag("--json", options->json, "One JSON object a row");
+  command->add_flag("--json", options->json, "Print one JSON object per codec");
   command->footer("Example:\n  gradwire bench threads --codec qsgd:bits=4 --threads 2");
   command->callback([&action, options] {
     for (const std::string& spec : options->codecs) Codec::parse(spec);

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// `gradwire demo`: the whole idea in one table. Workers in this process hold the gradients of a ResNet-50-shaped model
-// (a part they share plus noise of their own) and average them by a compressed all-reduce, once per codec.
+// `gradwire demo`: the whole idea in one table. Ranks in this process hold the gradients of a model with the shapes of
+// ResNet-50 (a common component plus noise of their own) and average them by a compressed all-reduce, once per codec.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
 #include <memory>
 
+#include "bench/reduce_bench.h"
 #include "bench/resnet50.h"
 #include "bench/synthetic.h"
-#include "bench/trial.h"
 #include "cli/command.h"
 #include "cli/console.h"
 #include "cli/options.h"
@@ -45,45 +45,49 @@ void demo(int world, int steps) {
   }
   const std::vector<float> mean = exact_mean(ranks);
 
-  Table table("lrrrrrrr", {"codec", "bits/element", "sent/worker", "of fp32", "relative error", "time", "of fp32",
-                           "time at 1 Gb/s"});
+  Table table("lrrrrrrr",
+              {"codec", "bits/element", "sent/worker", "ratio", "error", "time", "time/fp32 time", "time at 1 Gb/s"});
   bool identical = true;
   std::string with_feedback;
   size_t number = 0;
   for (const char* spec : kCodecs) {
     ++number;
-    TrialOptions options;
+    ReduceBenchOptions options;
     options.tensors = tensors;
     options.steps = steps;
     options.reduce.up = spec;
-    TrialResult result;
+    ReduceBenchResult result;
     run_loopback(world, [&](Engine& engine) {
       const size_t rank = static_cast<size_t>(engine.rank());
-      const TrialResult own = run_trial(engine, options, {ranks[rank], mean}, [&](const std::string& text) {
-        progress.show(fmt::format("codec {} of {}: {}, {}", number, std::size(kCodecs), spec, text));
-      });
+      const ReduceBenchResult own =
+          run_reduce_bench(engine, options, {ranks[rank], mean}, [&](const std::string& text) {
+            progress.show(fmt::format("codec {} of {}: {}, {}", number, std::size(kCodecs), spec, text));
+          });
       if (rank == 0) result = own;
     });
     identical &= result.identical;
-    if (Codec::parse(spec).traits().feedback) with_feedback += std::string(with_feedback.empty() ? " " : ", ") + spec;
+    if (Codec::parse(spec).traits().feedback) with_feedback += std::string(with_feedback.empty() ? "" : ", ") + spec;
     const double bytes = static_cast<double>(result.bytes_sent);
-    const double fp32_bytes = static_cast<double>(result.bytes_sent_fp32);
     table.row({spec, fmt::format("{:.3f}", bits_per_element(tensors, spec)), human_bytes(bytes),
-               fp32_bytes == 0 ? "-" : fmt::format("{:.3f}", bytes / fp32_bytes), human_fraction(result.relative_error),
-               human_seconds(result.time_s), fmt::format("{:.2f}", result.time_ratio),
+               fmt::format("{:.2f}", result.ratio()), human_fraction(result.error), human_seconds(result.time_s),
+               fmt::format("{:.2f}", result.time_over_fp32),
                human_seconds(result.time_s + 8 * bytes / kLinkBitsPerSecond)});
   }
   progress.clear();
   print(table.str());
   print(fmt::format(
       "\nAll workers held bit-identical results after every step: {}.\n"
-      "relative error: |mean - result|^2 / |mean|^2 of one step. With error feedback (default of{}) what is missing\n"
-      "is kept and sent in later steps.\n"
-      "time: {} workers share this machine's {} core{}, and memory is the link; the last column adds the time that "
-      "the\n"
-      "bytes sent take on a link of 1 Gb/s (reckoned, not measured).\n"
-      "\nGo on with:  gradwire codecs    gradwire bench codec --codec all    gradwire encode --help    gradwire "
-      "doctor\n",
+      "ratio: fp32 bytes / bytes sent.\n"
+      "error: squared relative error of one step, ||mean - result||^2 / ||mean||^2. An unbiased codec with few bits "
+      "may "
+      "exceed 1;\n"
+      "its errors cancel over steps and workers. Codecs with error feedback by default ({}) send the rest\n"
+      "in later steps.\n"
+      "time: {} workers share the {} core{} of this machine, and memory is the link. The last column adds the time "
+      "that "
+      "the bytes\n"
+      "sent would take on a link of 1 Gb/s; that part is computed, not measured.\n"
+      "\nNext:  gradwire codecs    gradwire bench codec --codec all    gradwire encode --help    gradwire doctor\n",
       identical ? "yes" : "NO", with_feedback, world, machine_threads(), machine_threads() == 1 ? "" : "s"));
   if (!identical) throw std::runtime_error("verification failed: workers hold different results");
 }
@@ -91,14 +95,13 @@ void demo(int world, int steps) {
 }  // namespace
 
 void add_demo(CLI::App& app, Action& action) {
-  CLI::App* command =
-      app.add_subcommand("demo", "Average ResNet-50 gradients among workers, once per codec, as a table");
+  CLI::App* command = app.add_subcommand("demo", "Show what each codec does to the gradients of ResNet-50, as a table");
   struct Options {
     int world = 4, steps = 3;
   };
   auto options = std::make_shared<Options>();
-  add_whole(*command, "--world", options->world, 1, 64, "Workers");
-  add_whole(*command, "--steps", options->steps, 1, 1000, "Timed steps per codec; one more runs first");
+  add_whole(*command, "--world", options->world, 1, 64, "Number of workers");
+  add_whole(*command, "--steps", options->steps, 1, 1000, "Timed steps per codec; one more runs first to warm up");
   command->footer("Example:\n  gradwire demo --world 4 --steps 3");
   command->callback([&action, options] { action = [options] { demo(options->world, options->steps); }; });
 }

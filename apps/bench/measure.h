@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The small tools of every measurement: medians, a clock, and a Team of threads that starts on one signal, for the
-// plain copies and compute loops that codecs are compared with. What the reported numbers mean is docs/measuring.md.
+// The small tools of every measurement: medians, a clock, and a Team of threads that start on one signal, for the plain
+// copies and compute loops that codecs are compared with. docs/measuring.md defines the reported numbers.
 #pragma once
 
 #include <algorithm>
@@ -64,13 +64,13 @@ class Team {
   std::vector<std::jthread> workers_;
 };
 
-// The part of [0, total) that thread i of n takes, cut at multiples of `grain`.
-struct Part {
+// The share of [0, total) that thread i of n works on. Shares begin at multiples of `alignment`.
+struct ThreadShare {
   uint64_t begin, end;
 };
-inline Part part_of(uint64_t total, int i, int n, uint64_t grain = 1024) {
-  const uint64_t grains = (total + grain - 1) / grain;
-  const auto edge = [&](uint64_t k) { return std::min(total, grains * k / static_cast<uint64_t>(n) * grain); };
+inline ThreadShare share_of(uint64_t total, int i, int n, uint64_t alignment = 1024) {
+  const uint64_t units = (total + alignment - 1) / alignment;
+  const auto edge = [&](uint64_t k) { return std::min(total, units * k / static_cast<uint64_t>(n) * alignment); };
   return {edge(static_cast<uint64_t>(i)), edge(static_cast<uint64_t>(i) + 1)};
 }
 

@@ -18,9 +18,9 @@ uint64_t mix(uint64_t z) {  // the finaliser of splitmix64
   return z ^ z >> 31;
 }
 
-class Source {
+class GradientSource {
  public:
-  Source() {
+  GradientSource() {
     for (size_t i = 0; i < 128; ++i) {
       factor_[i] = kUnit;
       factor_[128 + i] = kUnit * static_cast<float>(std::sqrt(-std::log((static_cast<double>(i) + 0.5) / 128)));
@@ -38,20 +38,20 @@ class Source {
   std::array<float, 256> factor_;
 };
 
-const Source& source() {
-  static const Source instance;
+const GradientSource& source() {
+  static const GradientSource instance;
   return instance;
 }
 
 }  // namespace
 
 void fill_gradient(std::span<float> values, uint64_t stream, int threads) {
-  const Source& value = source();
+  const GradientSource& value = source();
   const uint64_t key = mix(stream + 1);
   Team team(threads);
   team.run([&](int i) {
-    const Part part = part_of(values.size(), i, threads);
-    for (uint64_t at = part.begin; at < part.end; ++at) {
+    const ThreadShare share = share_of(values.size(), i, threads);
+    for (uint64_t at = share.begin; at < share.end; ++at) {
       // Blocks of 4096 elements differ by up to 16 in scale, as rows of a real gradient do.
       const float scale = 0.25e-3f * static_cast<float>(1u << (mix(key ^ at >> 12) & 3));
       values[at] = scale * value(key, at);
@@ -60,7 +60,7 @@ void fill_gradient(std::span<float> values, uint64_t stream, int threads) {
 }
 
 std::vector<float> worker_gradients(const std::vector<NamedTensor>& tensors, int rank, uint64_t seed) {
-  const Source& value = source();
+  const GradientSource& value = source();
   uint64_t total = 0;
   for (const NamedTensor& tensor : tensors) total += tensor.count;
   std::vector<float> gradients(total);
@@ -74,7 +74,7 @@ std::vector<float> worker_gradients(const std::vector<NamedTensor>& tensors, int
   return gradients;
 }
 
-double relative_error(std::span<const float> exact, std::span<const float> approximate) {
+double squared_relative_error(std::span<const float> exact, std::span<const float> approximate) {
   GW_CHECK(exact.size() == approximate.size());
   double error = 0, size = 0;
   for (size_t i = 0; i < exact.size(); ++i) {

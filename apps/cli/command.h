@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A command adds itself to the parser and, when it is the one the user chose, leaves an Action behind. main() runs the
-// action after parsing, so that every error of the work goes through one place and becomes one line and an exit code.
+// A command adds itself to the parser. If the user chooses it, it stores an Action, which run_program() runs after
+// parsing. Every error therefore passes through one place, where it becomes one line and an exit code.
 #pragma once
 
 #include <functional>
@@ -22,14 +22,14 @@ enum Exit : int {
   kUnsupported = 5,
   kPeers = 6,
   kDevice = 7,
-  kInterrupted = 130,  // as shells say it of Ctrl-C
+  kInterrupted = 130,  // what shells report for Ctrl-C
 };
 
-struct Interrupted {};  // thrown by a command that was asked to stop, and has
+struct Interrupted {};  // thrown by a command that has stopped because it was asked to
 
 int exit_code_of(const std::exception& error);
 
-std::string command_line();  // as this program was called, for records: quoted for a shell
+std::string command_line();  // how this program was called, quoted for a shell; it is part of records
 
 using Action = std::function<void()>;
 
@@ -44,12 +44,12 @@ void add_bench_collective(CLI::App& bench, Action& action);
 void add_doctor(CLI::App& app, Action& action);
 void add_demo(CLI::App& app, Action& action);
 void add_report(CLI::App& app, Action& action);
-void add_train(CLI::App& app, Action& action);  // gradwire-train has these two
+void add_train(CLI::App& app, Action& action);  // these two are commands of gradwire-train
 void add_compare(CLI::App& app, Action& action);
-void add_serve(CLI::App& app, Action& action);  // gradwire-server has these three
+void add_serve(CLI::App& app, Action& action);  // these three are commands of gradwire-server
 void add_status(CLI::App& app, Action& action);
 void add_load(CLI::App& app, Action& action);
-// A command that another program has: gradwire-<program>.
+// A command of another program, gradwire-<program>, which is started for it.
 void add_handover(CLI::App& app, Action& action, const char* program, const char* command, const char* meaning);
 
 }  // namespace gradwire::app

@@ -85,10 +85,10 @@ Progress::~Progress() { clear(); }
 
 void Progress::show(const std::string& text) {
   if (!terminal_) return;
-  // A line that wraps could not be erased. A terminal that does not know its width is taken to be wide enough.
+  // A line that wraps could not be erased. A terminal that does not report its width is assumed to be wide enough.
   winsize size{};
   const bool known = ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 1;
-  // \r: back to the start of the line; ESC[K: erase what a longer line left behind.
+  // \r returns to the start of the line. ESC[K erases the rest of a longer line before it.
   std::fprintf(stderr, "\r%.*s\033[K", known ? size.ws_col - 1 : 200, text.c_str());
   std::fflush(stderr);
   shown_ = true;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What people see: tables with aligned columns, numbers with units, and a progress line. Tables go to stdout; the
-// progress line goes to stderr and only when that is a terminal, so that pipes and logs stay quiet.
+// Output for people: tables with aligned columns, numbers with units, and a progress line. Tables go to stdout. The
+// progress line goes to stderr, and only if that is a terminal, so that it does not appear in pipes and logs.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace gradwire::app {
 class Table {
  public:
   enum class Align { left, right };
-  // One letter a column: "lrr" is one column aligned left, two aligned right.
+  // One letter per column: "lrr" is one column aligned left and two aligned right.
   Table(std::string alignment, std::vector<std::string> header);
   void row(std::vector<std::string> cells);
   std::string str() const;
@@ -27,7 +27,7 @@ std::string human_count(uint64_t count);      // 25,557,032
 std::string human_seconds(double seconds);    // 1.23 s, 45.6 ms
 std::string human_fraction(double fraction);  // 0.0123, 1.2e-08; 0 stays 0
 
-// One line that is overwritten in place and gone when the work ends.
+// One line that is overwritten in place and erased when the work ends.
 class Progress {
  public:
   Progress();

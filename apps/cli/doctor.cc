@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `gradwire doctor`: what this build and this machine can do, what is missing, and the line that would get it.
+// `gradwire doctor`: what this build and this machine can do, what is missing, and how to get it.
 #include <fmt/format.h>
 #include <stdio.h>
 
@@ -12,6 +12,7 @@
 #include "cli/command.h"
 #include "cli/console.h"
 #include "cli/mpi_session.h"
+#include "cli/version.h"
 #include "codec/packed.h"
 #include "gradwire/engine.h"
 #include "gradwire/runner.h"
@@ -58,7 +59,7 @@ void doctor(bool json) {
   if (!serves) missing.push_back({"the parameter server", "apt-get install libgrpc++-dev, then: make build"});
 
   if (json) {
-    nlohmann::ordered_json row = {{"version", GRADWIRE_VERSION},
+    nlohmann::ordered_json row = {{"version", version_text()},
                                   {"cpu", processor()},
                                   {"cores", machine_threads()},
                                   {"simd_targets", simd},
@@ -77,7 +78,7 @@ void doctor(bool json) {
     return;
   }
   const auto line = [](const char* name, const std::string& value) { print(fmt::format("{:<10}{}\n", name, value)); };
-  line("gradwire", GRADWIRE_VERSION);
+  line("gradwire", version_text());
   line("CPU", fmt::format("{}, {} core{} usable", processor(), machine_threads(), machine_threads() == 1 ? "" : "s"));
   std::string targets;
   for (const std::string& target : simd) targets += (targets.empty() ? "" : ", ") + target;
@@ -99,7 +100,7 @@ void doctor(bool json) {
 void add_doctor(CLI::App& app, Action& action) {
   CLI::App* command = app.add_subcommand("doctor", "Show what this build and this machine can do, and what is missing");
   auto json = std::make_shared<bool>(false);
-  command->add_flag("--json", *json, "One JSON object");
+  command->add_flag("--json", *json, "Print one JSON object");
   command->footer("Example:\n  gradwire doctor");
   command->callback([&action, json] { action = [json] { doctor(*json); }; });
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whole files in, all-or-nothing files out: see files.h.
+// Files are read as a whole and replaced atomically: see files.h.
 #include "cli/files.h"
 
 #include <fcntl.h>
@@ -12,6 +12,7 @@
 #include <csignal>
 #include <cstring>
 
+#include "core/file.h"
 #include "gradwire/error.h"
 
 namespace gradwire::app {
@@ -21,7 +22,7 @@ namespace {
   throw Error(ErrorKind::io, fmt::format("{}: {}: {}", path, what, std::strerror(errno)), path);
 }
 
-// The temporary that a signal must remove. A plain array: a handler may touch nothing that allocates.
+// The temporary file that a signal must remove. It is a plain array, because a handler may use nothing that allocates.
 char pending_path[4096];
 
 void remove_pending(int signal_number) {
@@ -32,43 +33,30 @@ void remove_pending(int signal_number) {
 
 constexpr int kEnding[] = {SIGINT, SIGTERM, SIGHUP};
 
-class Temporary {
+// While it lives, a signal that ends the program removes the file first. A signal that the program handles itself keeps
+// its handler: that command ends in its own way.
+class RemoveOnSignal {
  public:
-  explicit Temporary(const std::string& path) : path_(path + ".XXXXXX") {
-    if (path_.size() >= sizeof(pending_path)) {
+  explicit RemoveOnSignal(const std::string& path) {
+    if (path.size() >= sizeof(pending_path)) {
       errno = ENAMETOOLONG;
       fail(path, "cannot be written");
     }
-    fd_ = mkstemp(path_.data());
-    if (fd_ < 0) fail(path, "cannot be written");
-    std::memcpy(pending_path, path_.c_str(), path_.size() + 1);
+    std::memcpy(pending_path, path.c_str(), path.size() + 1);
     for (size_t i = 0; i < std::size(kEnding); ++i) {
       before_[i] = signal(kEnding[i], remove_pending);
-      if (before_[i] != SIG_DFL) signal(kEnding[i], before_[i]);  // the program has something else in mind than to end
+      if (before_[i] != SIG_DFL) signal(kEnding[i], before_[i]);
     }
   }
-  ~Temporary() {
-    if (fd_ >= 0) close(fd_);
-    if (!renamed_) unlink(path_.c_str());
+  ~RemoveOnSignal() {
     pending_path[0] = '\0';
     for (size_t i = 0; i < std::size(kEnding); ++i) signal(kEnding[i], before_[i]);
   }
-  int fd() const { return fd_; }
-  void rename_to(const std::string& path) {
-    const mode_t mask = umask(0);
-    umask(mask);
-    if (fchmod(fd_, 0666 & ~mask) != 0) fail(path, "cannot be written");
-    const int closed = close(fd_);
-    fd_ = -1;
-    if (closed != 0 || std::rename(path_.c_str(), path.c_str()) != 0) fail(path, "cannot be written");
-    renamed_ = true;
-  }
+  RemoveOnSignal(const RemoveOnSignal&) = delete;
+  RemoveOnSignal& operator=(const RemoveOnSignal&) = delete;
 
  private:
-  std::string path_;
   void (*before_[std::size(kEnding)])(int) = {};
-  int fd_ = -1;
-  bool renamed_ = false;
 };
 
 void write_all(int fd, std::span<const std::span<const std::byte>> parts, const std::string& path) {
@@ -99,7 +87,7 @@ std::vector<std::byte> read_file(const std::string& path) {
   size_t size = 0;
   if (fstat(fd, &info) == 0 && S_ISREG(info.st_mode)) content.resize(static_cast<size_t>(info.st_size));
   for (;;) {
-    // A regular file is read straight into its place; one more byte is asked for to see the end of any input.
+    // A regular file is read directly into its place. Asking for one more byte finds the end of any input.
     if (size == content.size()) {
       std::byte more[1];
       const ssize_t got = read(fd, more, 1);
@@ -135,9 +123,10 @@ void write_file(const std::string& path, std::span<const std::span<const std::by
     if (close(fd) != 0) fail(path, "cannot be written");
     return;
   }
-  Temporary temporary(path);
-  write_all(temporary.fd(), parts, path);
-  temporary.rename_to(path);
+  FileReplacement file(path);
+  const RemoveOnSignal guard(file.temporary());
+  for (const std::span<const std::byte> part : parts) file.write(part);
+  file.finish();
 }
 
 void write_file(const std::string& path, const std::string& text) {

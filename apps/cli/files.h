@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files as the commands use them: read whole, and written all or nothing. An output is written to a temporary file
-// beside its final name and renamed when complete; an error, Ctrl-C or a kill by signal leaves nothing behind. "-" is
-// standard input or output.
+// Files as the commands use them. An input is read as a whole. An output is replaced atomically (core/file.h); an
+// error, Ctrl-C or another signal that ends the program leaves no temporary file behind. "-" is standard input or
+// output.
 #pragma once
 
 #include <cstddef>

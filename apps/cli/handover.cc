@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Commands that another program has, beside this one: gradwire-train, which links libtorch, and gradwire-server, which
-// links gRPC. All arguments are handed over as they are.
+// Commands of other programs in the same folder: gradwire-train, which links libtorch, and gradwire-server, which
+// links gRPC. All arguments are passed on unchanged.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -40,7 +40,7 @@ namespace {
 
 void add_handover(CLI::App& app, Action& action, const char* program, const char* command, const char* meaning) {
   CLI::App* taken = app.add_subcommand(command, meaning);
-  taken->set_help_flag();  // --help is for the other program too
+  taken->set_help_flag();  // the other program answers --help
   taken->prefix_command();
   taken->callback([&action, taken, program, command] {
     action = [words = taken->remaining(), program, command] { hand_over(program, command, words); };

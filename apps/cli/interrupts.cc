@@ -10,7 +10,7 @@ namespace {
 std::atomic<bool> interrupted{false};
 std::atomic<int64_t> interrupted_at{0};
 
-// One Ctrl-C may arrive more than once, from the terminal and from a launcher; another one a second later is meant.
+// One Ctrl-C may arrive twice, from the terminal and from a launcher. Only another one a second later is a second one.
 void on_signal(int number) {
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC, &now);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ctrl-C and SIGTERM ask a command to stop; it does so where it can leave things in order.
+// Ctrl-C and SIGTERM ask a command to stop. The command stops where it can leave its files complete.
 #pragma once
 
 #include <atomic>
 
 namespace gradwire::app {
 
-// Set by the first Ctrl-C or SIGTERM from now on; another one a while later ends the program at once.
+// The flag is set by the first Ctrl-C or SIGTERM from now on. A second one, more than a second later, ends the program.
 const std::atomic<bool>& catch_interrupts();
 
 }  // namespace gradwire::app

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// See mpi_session.h. The only file of the program that includes mpi.h.
+// See mpi_session.h. The only file of the program that includes MPI.
 #include "cli/mpi_session.h"
 
 #include <cstdlib>
@@ -7,9 +7,7 @@
 #include "gradwire/error.h"
 
 #ifdef GRADWIRE_HAS_MPI
-#define OMPI_SKIP_MPICXX 1  // the C++ bindings were removed from the standard, and warn
-#define MPICH_SKIP_MPICXX 1
-#include <mpi.h>
+#include "gradwire/mpi.h"
 #endif
 
 namespace gradwire::app {

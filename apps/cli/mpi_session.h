@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// MPI belongs to the program, not to the library: this session initialises it with the thread level the engine needs
-// and finalises it. Without MPI in the build every call says so.
+// MPI belongs to the program, not to the library. A session initialises it with the thread level that the engine needs,
+// and finalises it. In a build without MPI the constructor throws.
 #pragma once
 
 #include <memory>
@@ -17,13 +17,13 @@ class MpiSession {
   MpiSession(const MpiSession&) = delete;
   MpiSession& operator=(const MpiSession&) = delete;
   Engine& engine() { return *engine_; }
-  // After an error on this rank: the others may be waiting for it, so the job is ended through the launcher.
+  // Call it after an error on this rank. Other ranks may be waiting for it, so the launcher ends the whole job.
   [[noreturn]] void abort(int exit_code);
 
  private:
   std::unique_ptr<Engine> engine_;
 };
 
-std::string mpi_library();  // the MPI library's own words, or empty without MPI
+std::string mpi_library();  // what the MPI library says of itself; empty without MPI
 
 }  // namespace gradwire::app

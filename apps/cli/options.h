@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Options that several commands share, declared once so that their names, words and ranges are the same everywhere, and
-// how help pages show options: name and value on the left, meaning and default on the right.
+// Options that several commands share. They are declared once, so that their names, descriptions and ranges are the
+// same everywhere.
 #pragma once
 
 #include <fmt/format.h>
@@ -12,29 +12,15 @@
 #include <string>
 #include <vector>
 
-#include "bench/bed.h"
+#include "bench/backend.h"
 #include "bench/measure.h"
 
 namespace gradwire::app {
 
 inline constexpr uint64_t kMostElements = uint64_t{1} << 40;
 
-class HelpFormatter : public CLI::Formatter {
- public:
-  std::string make_option_opts(const CLI::Option* option) const override {
-    return option->get_type_name().empty() ? "" : " " + option->get_type_name();
-  }
-  std::string make_option_desc(const CLI::Option* option) const override {
-    std::string text = option->get_description();
-    if (option->get_required() && !option->get_positional()) text += " (required)";
-    std::string value = option->get_default_str();
-    if (value.size() > 2 && value.front() == '[') value = value.substr(1, value.size() - 2);  // a list of one
-    if (!value.empty()) text += " [" + value + "]";
-    return text;
-  }
-};
-
-// A whole number within bounds. The check reads the text itself: the parser's own conversion would wrap a minus sign.
+// A whole number within bounds. The check reads the text itself, because the parser's conversion would wrap a minus
+// sign.
 template <class T>
 CLI::Option* add_whole(CLI::App& app, const std::string& name, T& value, std::type_identity_t<T> low,
                        std::type_identity_t<T> high, const std::string& meaning) {
@@ -43,7 +29,7 @@ CLI::Option* add_whole(CLI::App& app, const std::string& name, T& value, std::ty
     const char* end = text.data() + text.size();
     const auto result = std::from_chars(text.data(), end, number);
     if (result.ec == std::errc() && result.ptr == end && number >= low && number <= high) return {};
-    return fmt::format("'{}' is refused; allowed is a whole number from {} to {}", text, low, high);
+    return fmt::format("'{}' is not allowed; expected a whole number from {} to {}", text, low, high);
   };
   return app.add_option(name, value, meaning)->check(check)->type_name("N")->capture_default_str();
 }
@@ -53,7 +39,7 @@ inline CLI::Option* add_choice(CLI::App& app, const std::string& name, std::stri
   const auto check = [allowed](const std::string& text) -> std::string {
     for (const std::string& choice : allowed)
       if (text == choice) return {};
-    return fmt::format("'{}' is refused; allowed is {}", text, fmt::join(allowed, ", "));
+    return fmt::format("'{}' is not allowed; expected {}", text, fmt::join(allowed, ", "));
   };
   return app.add_option(name, value, meaning)
       ->check(check)
@@ -70,14 +56,15 @@ inline CLI::Option* add_codec(CLI::App& app, std::vector<std::string>& value, co
 }
 
 inline void add_simd(CLI::App& app, std::string& value) {
-  app.add_option("--simd", value, "CPU vectors: a target that gradwire doctor lists, or scalar")->type_name("TARGET");
+  app.add_option("--simd", value, "CPU vector instructions: a target that gradwire doctor lists, or scalar")
+      ->type_name("TARGET");
 }
 
 // --device, --threads, --simd.
-inline void add_device(CLI::App& app, BedOptions& bed) {
-  add_choice(app, "--device", bed.device, {"cpu", "cuda"}, "Where to compute; the bytes are the same");
-  add_whole(app, "--threads", bed.threads, 1, 1024, "CPU threads; the bytes are the same");
-  add_simd(app, bed.simd);
+inline void add_device(CLI::App& app, BackendOptions& backend) {
+  add_choice(app, "--device", backend.device, {"cpu", "cuda"}, "Device that computes; the bytes do not depend on it");
+  add_whole(app, "--threads", backend.threads, 1, 1024, "CPU threads; the bytes do not depend on them");
+  add_simd(app, backend.simd);
 }
 
 }  // namespace gradwire::app

@@ -9,8 +9,11 @@
 #include <memory>
 #include <new>
 #include <string>
+#include <vector>
 
-#include "cli/options.h"
+#include "cli/help.h"
+#include "cli/version.h"
+#include "core/nearest.h"
 #include "gradwire/error.h"
 
 namespace gradwire::app {
@@ -48,7 +51,7 @@ std::string command_line() { return called_as; }
 
 namespace {
 
-// Words that a shell would take apart are quoted.
+// A word that a shell would split or interpret is quoted.
 std::string quoted(const std::string& word) {
   if (!word.empty() &&
       word.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_=:,./+%@") ==
@@ -71,25 +74,70 @@ const CLI::App& innermost(const CLI::App& app) {
   return chosen.empty() ? app : innermost(*chosen.front());
 }
 
+std::vector<std::string> command_names(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::App* each : app.get_subcommands([](const CLI::App*) { return true; }))
+    names.push_back(each->get_name());
+  return names;
+}
+
+std::vector<std::string> option_names(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app.get_options())
+    for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+  return names;
+}
+
+std::string did_you_mean(const std::string& word, const std::vector<std::string>& names) {
+  const std::string meant = gradwire::nearest_name(word, names);
+  return meant.empty() ? "" : " (did you mean " + meant + "?)";
+}
+
+std::string unknown_command(const std::string& word, const std::vector<std::string>& names) {
+  std::string line = "'" + word + "' is not a command" + did_you_mean(word, names) + "; known are";
+  for (const std::string& name : names) line += (name == names.front() ? " " : ", ") + name;
+  return line;
+}
+
+std::string unknown_option(const std::string& word, const std::vector<std::string>& names) {
+  const std::string name = word.substr(0, word.find('='));
+  return "option '" + name + "' is unknown" + did_you_mean(name, names);
+}
+
 std::string explain(const CLI::App& app, const CLI::ParseError& error) {
   const CLI::App& command = innermost(app);
+  const std::vector<std::string> names = command_names(command), words = command.remaining();
+  const auto dashed = std::find_if(words.begin(), words.end(), [](const std::string& w) { return w.starts_with('-'); });
   std::string line = error.what();
-  const auto known = command.get_subcommands([](const CLI::App*) { return true; });
-  if (!known.empty() && command.get_subcommands().empty()) {
-    const std::vector<std::string> words = command.remaining();
+  if (dashed != words.end()) {
+    line = unknown_option(*dashed, option_names(command));
+  } else if (!names.empty() && command.get_subcommands().empty()) {
     if (words.empty()) {
       line = "no command is given; known are";
-    } else if (words.front().starts_with('-')) {
-      line = "option '" + words.front() + "' is unknown; commands are";
+      for (const std::string& name : names) line += (name == names.front() ? " " : ", ") + name;
     } else {
-      line = "command is '" + words.front() + "'; known are";
+      line = unknown_command(words.front(), names);
     }
-    for (const CLI::App* each : known) line += (each == known.front() ? " " : ", ") + each->get_name();
+  } else if (!words.empty()) {
+    line = "argument '" + words.front() + "' was not expected";
   }
   std::string page = command.get_name();
   for (const CLI::App* up = command.get_parent(); up != nullptr; up = up->get_parent())
     page = up->get_name() + " " + page;
   return line + "; see " + page + " --help";
+}
+
+// `gradwire help encode` means `gradwire encode --help`, and `gradwire version` means `gradwire --version`.
+std::vector<std::string> plain_arguments(int argc, char** argv) {
+  std::vector<std::string> words(argv + 1, argv + argc);
+  if (words.empty()) return words;
+  if (words.front() == "help") {
+    words.erase(words.begin());
+    words.push_back("--help");
+  } else if (words == std::vector<std::string>{"version"}) {
+    words.front() = "--version";
+  }
+  return words;
 }
 
 }  // namespace
@@ -106,7 +154,7 @@ int run_program(int argc, char** argv, const std::string& footer,
   app.formatter(formatter);
   app.set_help_flag("-h,--help", "Print this page and exit");
   app.footer(footer);
-  app.set_version_flag("--version", "gradwire " GRADWIRE_VERSION, "Print the version and exit");
+  app.set_version_flag("--version", "gradwire " + version_text(), "Print the version and the commit, and exit");
   app.require_subcommand(1);
   called_as = "gradwire";
   for (int i = 1; i < argc; ++i) called_as += " " + quoted(argv[i]);
@@ -114,8 +162,17 @@ int run_program(int argc, char** argv, const std::string& footer,
   add_commands(app, action);
   for (CLI::App* command : app.get_subcommands({})) command->group("Commands");
 
+  std::vector<std::string> words = plain_arguments(argc, argv);
+  const std::vector<std::string> names = command_names(app);
+  // The parser would answer `gradwire nosuch --help` with the general page and success.
+  if (!words.empty() && !words.front().starts_with('-') &&
+      std::find(names.begin(), names.end(), words.front()) == names.end()) {
+    complain(unknown_command(words.front(), names) + "; see gradwire --help");
+    return kUsage;
+  }
+  std::reverse(words.begin(), words.end());  // as the parser wants a vector of arguments
   try {
-    app.parse(argc, argv);
+    app.parse(std::move(words));
   } catch (const CLI::Success& asked) {  // --help, --version
     return app.exit(asked);
   } catch (const CLI::ParseError& error) {

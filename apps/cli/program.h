@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the programs `gradwire` and `gradwire-train` have in common: parse, run the chosen command, and turn what went
-// wrong into one line on stderr and an exit code. The library only ever throws.
+// What the programs `gradwire`, `gradwire-train` and `gradwire-server` have in common. They parse the command line, run
+// the chosen command, and turn an exception into one line on stderr and an exit code. The library only ever throws.
 #pragma once
 
 #include <functional>

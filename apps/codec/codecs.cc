@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `gradwire codecs`: the registry as a page to read, or as JSON. Nothing is listed by hand here: what is registered is
-// shown.
+// `gradwire codecs`: the registry as a table, one codec with its parameters, or all of it as JSON. Nothing is listed by
+// hand: what is registered is shown.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -19,67 +19,95 @@ constexpr uint64_t kTypical = 1 << 20;  // elements of the tensor that "bits per
 
 double typical_bits(const Codec& codec) { return 8.0 * static_cast<double>(bound(codec, kTypical)) / kTypical; }
 
+std::string kind_of(const Traits& traits) {
+  return traits.lossless ? "lossless" : traits.unbiased ? "unbiased" : "biased";
+}
+
 std::string describe(const Traits& traits) {
-  std::string text = traits.lossless ? "lossless" : traits.unbiased ? "unbiased" : "biased";
+  std::string text = kind_of(traits);
   text += traits.feedback ? ", error feedback on by default" : ", error feedback off by default";
-  if (traits.unit == 0) return text + ", one unit a tensor";
+  if (traits.unit == 0) return text + ", one unit per tensor";
   if (traits.unit > 1) text += fmt::format(", units of {} elements", traits.unit);
   return text;
 }
 
-void print_json() {
-  for (const CodecInfo& info : codecs()) {
-    const Codec codec = Codec::parse(info.name);
-    const Traits traits = codec.traits();
-    nlohmann::ordered_json row = {
-        {"codec", info.name},          {"summary", info.summary},     {"example", info.example},
-        {"spec", codec.str()},         {"lossless", traits.lossless}, {"unbiased", traits.unbiased},
-        {"feedback", traits.feedback}, {"unit", traits.unit},         {"bits_per_element", typical_bits(codec)}};
-    row["parameters"] = nlohmann::ordered_json::array();
-    for (const ParameterInfo& parameter : info.parameters)
-      row["parameters"].push_back({{"name", parameter.name},
-                                   {"default", parameter.fallback},
-                                   {"allowed", parameter.allowed},
-                                   {"meaning", parameter.meaning}});
-    print(row.dump() + "\n");
-  }
+void print_json(const CodecInfo& info) {
+  const Codec codec = Codec::parse(info.name);
+  const Traits traits = codec.traits();
+  nlohmann::ordered_json row = {
+      {"codec", info.name},          {"summary", info.summary},     {"example", info.example},
+      {"spec", codec.str()},         {"lossless", traits.lossless}, {"unbiased", traits.unbiased},
+      {"feedback", traits.feedback}, {"unit", traits.unit},         {"bits_per_element", typical_bits(codec)}};
+  row["parameters"] = nlohmann::ordered_json::array();
+  for (const ParameterInfo& parameter : info.parameters)
+    row["parameters"].push_back({{"name", parameter.name},
+                                 {"default", parameter.fallback},
+                                 {"allowed", parameter.allowed},
+                                 {"meaning", parameter.meaning}});
+  print(row.dump() + "\n");
 }
 
-void print_page() {
-  size_t width = 0;
-  for (const CodecInfo& info : codecs())
-    for (const ParameterInfo& parameter : info.parameters)
-      width = std::max(width, parameter.name.size() + 1 + parameter.fallback.size());
-  print("A codec is written NAME or NAME:parameter=value,parameter=value; parameters left out take their default.\n");
+void print_table() {
+  print("A codec is written NAME or NAME:parameter=value,parameter=value. Parameters left out have their default.\n\n");
+  Table table("lrrlll", {"codec", "bits/element", "ratio", "kind", "error feedback", "what is sent"});
   for (const CodecInfo& info : codecs()) {
     const Codec codec = Codec::parse(info.name);
-    print(fmt::format("\n{}: {}\n", info.name, info.summary));
-    print(fmt::format("    {:.3f} bits per element; {}\n", typical_bits(codec), describe(codec.traits())));
-    for (const ParameterInfo& parameter : info.parameters) {
-      print(fmt::format("    {:<{}}  {}\n", parameter.name + "=" + parameter.fallback, width, parameter.meaning));
-      print(fmt::format("    {:<{}}  allowed: {}\n", "", width, parameter.allowed));
-    }
-    print(fmt::format("    example: {}\n", info.example));
+    const double bits = typical_bits(codec);
+    table.row({info.name, fmt::format("{:.2f}", bits), fmt::format("{:.1f}", 32 / bits), kind_of(codec.traits()),
+               codec.traits().feedback ? "on" : "off", info.summary});
   }
-  print("\nBits per element are for one tensor of 1,048,576 elements and count every byte of its frame.\n");
+  print(table.str());
+  print(
+      "\nBits per element and ratio (fp32 bytes / bytes sent) are for default parameters and one tensor of 1,048,576 "
+      "elements.\n"
+      "gradwire codecs NAME shows the parameters of one codec.\n");
+}
+
+void print_codec(const CodecInfo& info) {
+  const Codec codec = Codec::parse(info.name);
+  const double bits = typical_bits(codec);
+  print(fmt::format("{}: {}\n", info.name, info.summary));
+  print(fmt::format("    {:.3f} bits per element (ratio {:.2f}) by default; {}\n", bits, 32 / bits,
+                    describe(codec.traits())));
+  if (!info.parameters.empty()) print("\n");
+  size_t width = 0;
+  for (const ParameterInfo& parameter : info.parameters)
+    width = std::max(width, parameter.name.size() + 1 + parameter.fallback.size());
+  for (const ParameterInfo& parameter : info.parameters) {
+    print(fmt::format("    {:<{}}  {}\n", parameter.name + "=" + parameter.fallback, width, parameter.meaning));
+    print(fmt::format("    {:<{}}  allowed: {}\n", "", width, parameter.allowed));
+  }
+  print(fmt::format("\n    example: {}\n", info.example));
+}
+
+// One codec, or all of them.
+void print_codecs(const std::string& name, bool json) {
+  if (name.empty() && !json) return print_table();
+  const std::string chosen = name.empty() ? "" : Codec::parse(name).name();  // refuses a name that is not registered
+  for (const CodecInfo& info : codecs()) {
+    if (!name.empty() && info.name != chosen) continue;
+    if (json) {
+      print_json(info);
+    } else {
+      print_codec(info);
+    }
+  }
 }
 
 }  // namespace
 
 void add_codecs(CLI::App& app, Action& action) {
-  CLI::App* command = app.add_subcommand("codecs", "List every codec with its parameters, defaults and allowed values");
-  auto json = std::make_shared<bool>(false);
-  command->add_flag("--json", *json, "One JSON object a line");
-  command->footer("Example:\n  gradwire codecs");
-  command->callback([&action, json] {
-    action = [json] {
-      if (*json) {
-        print_json();
-      } else {
-        print_page();
-      }
-    };
-  });
+  CLI::App* command = app.add_subcommand("codecs", "List the codecs, or show the parameters of one");
+  struct Options {
+    std::string name;
+    bool json = false;
+  };
+  auto options = std::make_shared<Options>();
+  command->add_option("NAME", options->name, "Codec whose parameters, defaults and allowed values are shown")
+      ->type_name("");
+  command->add_flag("--json", options->json, "Print one JSON object per codec, with all parameters");
+  command->footer("Examples:\n  gradwire codecs\n  gradwire codecs qsgd");
+  command->callback([&action, options] { action = [options] { print_codecs(options->name, options->json); }; });
 }
 
 }  // namespace gradwire::app

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// `gradwire decode`: a frame becomes a .npy file, or raw floats when the output is called otherwise. The frame is
-// treated as hostile: its head is checked against --max-elements before memory is taken, and nothing is written unless
-// every check passed.
+// `gradwire decode`: a frame becomes a .npy file of the shape that it carries, or raw floats where the name of the
+// output does not end with .npy. The frame may come from anywhere: its head is checked against --max-elements before
+// memory is allocated, and nothing is written unless every check passed.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -10,13 +10,14 @@
 #include <cstring>
 #include <memory>
 
-#include "bench/bed.h"
+#include "bench/backend.h"
 #include "cli/command.h"
 #include "cli/files.h"
 #include "cli/options.h"
-#include "codec/half.h"
 #include "codec/npy.h"
+#include "codec/output.h"
 #include "codec/packed.h"
+#include "core/bits.h"
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 
@@ -27,8 +28,8 @@ struct DecodeOptions {
   std::string in, out, dtype;
   uint64_t max_elements = uint64_t{1} << 32;
   uint64_t tensor = 0;
-  bool tensor_chosen = false;
-  BedOptions bed;
+  bool tensor_chosen = false, force = false;
+  BackendOptions backend;
 };
 
 float load(const std::byte* data, DType dtype, uint64_t i) {
@@ -39,7 +40,7 @@ float load(const std::byte* data, DType dtype, uint64_t i) {
   }
   uint16_t bits;
   std::memcpy(&bits, data + 2 * i, 2);
-  return dtype == DType::f16 ? f16_to_float(bits) : bf16_to_float(bits);
+  return dtype == DType::f16 ? f16_to_f32(bits) : bf16_to_f32(bits);
 }
 
 void store(std::byte* data, DType dtype, uint64_t i, float value) {
@@ -47,7 +48,7 @@ void store(std::byte* data, DType dtype, uint64_t i, float value) {
     std::memcpy(data + 4 * i, &value, 4);
     return;
   }
-  const uint16_t bits = dtype == DType::f16 ? float_to_f16(value) : float_to_bf16(value);
+  const uint16_t bits = dtype == DType::f16 ? f32_to_f16(value) : f32_to_bf16(value);
   std::memcpy(data + 2 * i, &bits, 2);
 }
 
@@ -84,12 +85,36 @@ size_t chosen_tensor(const DecodeOptions& options, const Head& head) {
   return options.tensor;
 }
 
+// What is written: the floats of the chosen tensor in the type that was asked for.
+struct Output {
+  DType dtype;
+  std::vector<std::byte> data;
+};
+
+Output output_of(const DecodeOptions& options, DType sent, uint64_t count, std::vector<std::byte> data) {
+  DType dtype = options.dtype.empty() ? sent : parse_dtype(options.dtype);
+  if (ends_with(options.out, ".npy") && dtype == DType::bf16) {
+    if (!options.dtype.empty())
+      throw Error(ErrorKind::usage, "--dtype bf16: a .npy file cannot hold it; name OUT otherwise for raw floats",
+                  "dtype");
+    dtype = DType::f32;
+    note(options.in + " is bf16, which .npy cannot hold: written as float32");
+  }
+  if (dtype == DType::f32) return {dtype, std::move(data)};
+  Converted converted = convert(data, DType::f32, dtype, count);
+  if (converted.overflows > 0)
+    note(fmt::format("{} element{} too large for {}: written as infinity", converted.overflows,
+                     converted.overflows == 1 ? " is" : "s are", name_of(dtype)));
+  return {dtype, std::move(converted.data)};
+}
+
 void decode(const DecodeOptions& options) {
+  check_output(options.in, options.out, options.force);
   Limits limits;
   limits.max_elements = options.max_elements;
   // No codec takes more than 5 bytes an element; heads are small.
   const std::vector<std::byte> message =
-      read_message(options.in, std::min<uint64_t>(options.max_elements, uint64_t{1} << 34) * 5 + (1 << 26));
+      read_message(options.in, std::min<uint64_t>(options.max_elements, uint64_t{1} << 34) * 5 + (1 << 26)).message;
   const Head head = named(options.in, [&] { return read_head(message, limits); });
   const size_t chosen = chosen_tensor(options, head);
   named(options.in, [&] { verify_body(message, head); });  // before memory for the elements is taken
@@ -98,12 +123,12 @@ void decode(const DecodeOptions& options) {
   std::vector<TensorSpec> tensors = head.tensors;
   for (TensorSpec& tensor : tensors) tensor.dtype = DType::f32;
   const Plan plan(tensors);
-  const std::unique_ptr<Bed> bed = make_bed(options.bed);
-  const std::unique_ptr<Runner> runner = make_runner(plan, bed->device());
+  const std::unique_ptr<BenchBackend> backend = make_backend(options.backend);
+  const std::unique_ptr<Runner> runner = make_runner(plan, backend->device());
   std::vector<void*> outputs;
-  for (const TensorSpec& tensor : tensors) outputs.push_back(bed->allocate(tensor.count * sizeof(float)));
-  auto* bytes = static_cast<std::byte*>(bed->allocate(message.size()));
-  bed->upload(bytes, message.data(), message.size());
+  for (const TensorSpec& tensor : tensors) outputs.push_back(backend->allocate(tensor.count * sizeof(float)));
+  auto* bytes = static_cast<std::byte*>(backend->allocate(message.size()));
+  backend->upload(bytes, message.data(), message.size());
   named(options.in, [&] {
     runner->decode({bytes, message.size()}, outputs);
     runner->wait();
@@ -111,25 +136,13 @@ void decode(const DecodeOptions& options) {
 
   const TensorSpec& tensor = head.tensors[chosen];
   std::vector<std::byte> data(tensor.count * sizeof(float));
-  bed->download(data.data(), outputs[chosen], data.size());
-  const bool npy = ends_with(options.out, ".npy");
-  DType dtype = options.dtype.empty() ? tensor.dtype : parse_dtype(options.dtype);
-  if (npy && dtype == DType::bf16) {
-    if (!options.dtype.empty())
-      throw Error(ErrorKind::usage, "--dtype bf16: a .npy file cannot hold it; name OUT otherwise for raw floats",
-                  "dtype");
-    dtype = DType::f32;
-    note(options.in + " is bf16, which .npy cannot hold: written as float32");
-  }
-  if (dtype != DType::f32) {
-    Converted converted = convert(data, DType::f32, dtype, tensor.count);
-    if (converted.overflows > 0)
-      note(fmt::format("{} element{} too large for {}: written as infinity", converted.overflows,
-                       converted.overflows == 1 ? " is" : "s are", name_of(dtype)));
-    data = std::move(converted.data);
-  }
-  const std::vector<std::byte> header = npy ? npy_header(dtype, tensor.count) : std::vector<std::byte>{};
-  const std::span<const std::byte> parts[] = {header, data};
+  backend->download(data.data(), outputs[chosen], data.size());
+  const Output output = output_of(options, tensor.dtype, tensor.count, std::move(data));
+  // A message without a shape, such as one of raw floats, becomes an array of one dimension.
+  const std::vector<uint64_t> shape = tensor.shape.empty() ? std::vector<uint64_t>{tensor.count} : tensor.shape;
+  const std::vector<std::byte> header =
+      ends_with(options.out, ".npy") ? npy_header(output.dtype, shape) : std::vector<std::byte>{};
+  const std::span<const std::byte> parts[] = {header, output.data};
   write_file(options.out, parts);
 }
 
@@ -138,7 +151,7 @@ void decode(const DecodeOptions& options) {
 void add_decode(CLI::App& app, Action& action) {
   CLI::App* command = app.add_subcommand("decode", "Turn a frame back into floats");
   auto options = std::make_shared<DecodeOptions>();
-  options->bed.threads = machine_threads();
+  options->backend.threads = machine_threads();
   add_file(*command, "IN", options->in, "The frame, or - for stdin");
   add_file(*command, "OUT", options->out, "A .npy file to write; any other name (or - for stdout) gets raw floats");
   add_whole(*command, "--max-elements", options->max_elements, 0, UINT64_MAX, "Refuse frames that claim more elements");
@@ -146,7 +159,8 @@ void add_decode(CLI::App& app, Action& action) {
              "Type to write; as the frame says if left out");
   CLI::Option* tensor = add_whole(*command, "--tensor", options->tensor, 0, UINT64_MAX,
                                   "Which tensor of a message that holds several, from 0 on");
-  add_device(*command, options->bed);
+  add_force(*command, options->force);
+  add_device(*command, options->backend);
   command->footer("Example:\n  gradwire decode g.gw back.npy");
   command->callback([&action, options, tensor] {
     options->tensor_chosen = tensor->count() > 0;

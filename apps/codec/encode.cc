@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// `gradwire encode`: a file of floats becomes a frame (a message of one tensor). The input is a .npy file, which says
-// its own type, or raw floats whose type --dtype says.
+// `gradwire encode`: a file of floats becomes a frame, which is a message of one tensor. The input is a .npy file, whose
+// type and shape the frame keeps, or raw floats of the type --dtype.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <cstdio>
 #include <memory>
 
-#include "bench/bed.h"
+#include "bench/backend.h"
 #include "cli/command.h"
 #include "cli/files.h"
 #include "cli/options.h"
 #include "codec/npy.h"
+#include "codec/output.h"
 #include "codec/packed.h"
 #include "gradwire/error.h"
 #include "gradwire/learn.h"
@@ -21,14 +23,16 @@ namespace {
 struct EncodeOptions {
   std::string codec, in, out, dtype, name;
   Stamp stamp;
-  BedOptions bed;
-  bool no_fit = false, pack = false;
+  BackendOptions backend;
+  bool no_fit = false, pack = false, force = false;
 };
 
 struct Input {
   DType dtype;
   uint64_t count;
   std::span<const std::byte> data;
+  std::vector<uint64_t> shape = {};
+  std::vector<std::byte> reordered = {};  // what `data` shows where the file has Fortran order
 };
 
 Input read_input(const EncodeOptions& options, std::span<const std::byte> file) {
@@ -40,7 +44,19 @@ Input read_input(const EncodeOptions& options, std::span<const std::byte> file) 
                               options.in),
                   "dtype");
     const NpyArray array = parse_npy(file, options.in);
-    return {array.dtype, array.count, array.data};
+    Input input{array.dtype, array.count, array.data, array.shape};
+    if (array.fortran_order && array.shape.size() > 1) {
+      input.reordered = in_c_order(array);
+      input.data = input.reordered;
+    }
+    if (input.shape.size() == 1) input.shape.clear();  // what a frame without a shape decodes to
+    if (input.shape.size() > kMaxDims) {
+      std::fprintf(stderr,
+                   "gradwire: note: %s has %zu dimensions; a frame keeps at most %zu, so its shape is left out\n",
+                   options.in.c_str(), input.shape.size(), kMaxDims);
+      input.shape.clear();
+    }
+    return input;
   }
   if (options.dtype.empty())
     throw Error(ErrorKind::usage,
@@ -54,21 +70,23 @@ Input read_input(const EncodeOptions& options, std::span<const std::byte> file) 
 
 void encode(const EncodeOptions& options) {
   const Codec codec = Codec::parse(options.codec);  // a wrong spec is refused before a large file is read
+  check_output(options.in, options.out, options.force);
   const std::vector<std::byte> file = read_file(options.in);
   const Input input = read_input(options, file);
-  const std::unique_ptr<Bed> bed = make_bed(options.bed);
-  // The drivers want element alignment, and a .npy view has it only by luck: copy into the bed on the CPU too.
-  void* tensor = bed->allocate(input.data.size());
-  bed->upload(tensor, input.data.data(), input.data.size());
-  const Codec fitted = options.no_fit ? codec : fit(codec, tensor, input.count, input.dtype, bed->device());
-  const Plan plan({{options.name, input.count, input.dtype, fitted}});
-  const std::unique_ptr<Runner> runner = make_runner(plan, bed->device());
+  const std::unique_ptr<BenchBackend> backend = make_backend(options.backend);
+  // The drivers want element alignment, and a .npy view has it only by luck: copy into the backend on the CPU too.
+  void* tensor = backend->allocate(input.data.size());
+  backend->upload(tensor, input.data.data(), input.data.size());
+  const Codec fitted = options.no_fit ? codec : fit(codec, tensor, input.count, input.dtype, backend->device());
+  const Plan plan(
+      {{.name = options.name, .count = input.count, .dtype = input.dtype, .codec = fitted, .shape = input.shape}});
+  const std::unique_ptr<Runner> runner = make_runner(plan, backend->device());
   std::vector<std::byte> frame(plan.message_bytes());
-  auto* message = static_cast<std::byte*>(bed->allocate(frame.size()));
+  auto* message = static_cast<std::byte*>(backend->allocate(frame.size()));
   const void* tensors[] = {tensor};
   runner->encode(tensors, options.stamp, {message, frame.size()});
   runner->wait();
-  bed->download(frame.data(), message, frame.size());
+  backend->download(frame.data(), message, frame.size());
   if (options.pack) frame = pack(frame);
   const std::span<const std::byte> parts[] = {frame};
   write_file(options.out, parts);
@@ -79,7 +97,7 @@ void encode(const EncodeOptions& options) {
 void add_encode(CLI::App& app, Action& action) {
   CLI::App* command = app.add_subcommand("encode", "Compress a file of floats into a frame");
   auto options = std::make_shared<EncodeOptions>();
-  options->bed.threads = machine_threads();
+  options->backend.threads = machine_threads();
   command->add_option("--codec", options->codec, "Codec and parameters, e.g. qsgd:bits=4; see gradwire codecs")
       ->type_name("SPEC")
       ->required();
@@ -94,7 +112,8 @@ void add_encode(CLI::App& app, Action& action) {
                     "Use the codec's defaults; otherwise one that learns is fitted to IN first");
   command->add_flag("--pack", options->pack,
                     "Entropy-code the file as a whole (Zstandard); decode and inspect see it by themselves");
-  add_device(*command, options->bed);
+  add_force(*command, options->force);
+  add_device(*command, options->backend);
   command->footer("Example:\n  gradwire encode --codec qsgd:bits=4 --seed 1 --step 7 g.npy g.gw");
   command->callback([&action, options] { action = [options] { encode(*options); }; });
 }

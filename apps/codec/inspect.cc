@@ -2,6 +2,7 @@
 // `gradwire inspect`: every field of a frame, in words, without decoding it. A head that does not hold together is an
 // error that names the field. A body whose checksum is wrong is shown as such, and the exit code says it too.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
 #include <memory>
@@ -29,6 +30,10 @@ std::string unit_in_words(uint64_t unit) {
   return unit == 1 ? "each element by itself" : human_count(unit) + " elements";
 }
 
+std::string shape_in_words(const std::vector<uint64_t>& shape) {
+  return shape.empty() ? "not given" : fmt::format("({}{})", fmt::join(shape, ", "), shape.size() == 1 ? "," : "");
+}
+
 double bits(uint64_t bytes, uint64_t elements) {
   return elements == 0 ? 0 : 8.0 * static_cast<double>(bytes) / static_cast<double>(elements);
 }
@@ -39,36 +44,32 @@ uint64_t elements_of(const Head& head) {
   return total;
 }
 
-// Header fields that nobody but a reader of dumps wants, by their offsets in docs/wire-format.md.
-uint64_t header_number(std::span<const std::byte> message, size_t offset, size_t bytes) {
-  uint64_t number = 0;
-  for (size_t i = 0; i < bytes; ++i) number |= static_cast<uint64_t>(message[offset + i]) << (8 * i);
-  return number;
-}
-
-struct Extra {
-  std::string magic;
-  uint64_t flags, specs;
+// What the file takes beside what the message takes. They differ where the file was packed.
+struct FileSize {
+  uint64_t bytes;
+  bool packed;
 };
 
-Extra extra_of(std::span<const std::byte> message) {
-  return {std::string(reinterpret_cast<const char*>(message.data()), 4), header_number(message, 6, 2),
-          header_number(message, 36, 4)};
+double packing_ratio(const FileSize& file, const Head& head) {
+  return static_cast<double>(head.total_bytes) / static_cast<double>(file.bytes);
 }
 
-void print_json(const std::string& path, const Head& head, const Extra& extra, const std::string& body_verdict) {
+void print_json(const std::string& path, const FileSize& file, const Head& head, const std::string& body_verdict) {
   const uint64_t elements = elements_of(head);
   nlohmann::ordered_json row = {{"file", path},
-                                {"magic", extra.magic},
+                                {"magic", "GWIR"},
                                 {"version", head.version},
-                                {"flags", extra.flags},
+                                {"flags", 0},
+                                {"packed", file.packed},
+                                {"file_bytes", file.bytes},
+                                {"packing_ratio", packing_ratio(file, head)},
                                 {"total_bytes", head.total_bytes},
                                 {"step", head.stamp.step},
                                 {"stage", head.stamp.stage},
                                 {"rank", head.stamp.rank},
                                 {"world", head.stamp.world},
                                 {"head_bytes", head.head_bytes},
-                                {"spec_count", extra.specs},
+                                {"spec_count", head.spec_count},
                                 {"tensor_count", head.tensors.size()},
                                 {"head_check", fmt::format("{:016x}", head.head_check)},
                                 {"head_check_verdict", "ok"},
@@ -84,8 +85,9 @@ void print_json(const std::string& path, const Head& head, const Extra& extra, c
          {"name_hash", fmt::format("{:016x}", tensor.name_hash.value_or(0))},
          {"count", tensor.count},
          {"first", tensor.first},
+         {"shape", tensor.shape},
          {"dtype", std::string(name_of(tensor.dtype))},
-         {"codec", tensor.codec.str()},
+         {"codec", tensor.codec.wire_spec()},
          {"table", std::vector<uint32_t>(tensor.codec.table().begin(), tensor.codec.table().end())},
          {"fitted", tensor.codec.describe()},
          {"unit", tensor.codec.traits().unit},
@@ -96,13 +98,16 @@ void print_json(const std::string& path, const Head& head, const Extra& extra, c
   print(row.dump() + "\n");
 }
 
-void print_page(const std::string& path, const Head& head, const Extra& extra, const std::string& body_verdict) {
+void print_page(const std::string& path, const FileSize& file, const Head& head, const std::string& body_verdict) {
   const uint64_t elements = elements_of(head);
   const auto line = [](const char* name, const std::string& value) { print(fmt::format("{:<18}{}\n", name, value)); };
   line("file", path);
-  line("magic", extra.magic);
+  if (file.packed)
+    line("packed", fmt::format("{} bytes, unpacked {}, ratio {:.3f}", human_count(file.bytes),
+                               human_count(head.total_bytes), packing_ratio(file, head)));
+  line("magic", "GWIR");
   line("version", std::to_string(head.version));
-  line("flags", std::to_string(extra.flags));
+  line("flags", "0");
   line("total bytes", fmt::format("{} (head {}, body {})", human_count(head.total_bytes), human_count(head.head_bytes),
                                   human_count(head.total_bytes - head.head_bytes)));
   line("step", std::to_string(head.stamp.step));
@@ -111,14 +116,15 @@ void print_page(const std::string& path, const Head& head, const Extra& extra, c
   line("head checksum", fmt::format("{:016x} ok", head.head_check));
   line("body checksum", fmt::format("{:016x} {}", head.body_check, body_verdict));
   line("elements", fmt::format("{} in {} tensor{}, {} codec{}", human_count(elements), head.tensors.size(),
-                               head.tensors.size() == 1 ? "" : "s", extra.specs, extra.specs == 1 ? "" : "s"));
+                               head.tensors.size() == 1 ? "" : "s", head.spec_count, head.spec_count == 1 ? "" : "s"));
   line("bits per element", fmt::format("{:.4f} (every byte counted)", bits(head.total_bytes, elements)));
   if (head.tensors.size() == 1) {
     const TensorSpec& tensor = head.tensors[0];
-    line("codec", tensor.codec.str());
+    line("codec", tensor.codec.wire_spec());
     for (const std::string& text : tensor.codec.describe()) line("", text);
     line("unit", unit_in_words(tensor.codec.traits().unit));
     line("dtype", std::string(name_of(tensor.dtype)));
+    line("shape", shape_in_words(tensor.shape));
     line("name hash", fmt::format("{:016x}", tensor.name_hash.value_or(0)));
     line("first element", human_count(tensor.first));
     line("body", fmt::format("{} bytes, from byte {} of the body", human_count(tensor.codec.bytes(tensor.count)),
@@ -126,22 +132,23 @@ void print_page(const std::string& path, const Head& head, const Extra& extra, c
     return;
   }
   if (head.tensors.empty()) return;
-  Table table("rlrrlrrrrl",
-              {"tensor", "name hash", "count", "first", "dtype", "unit", "offset", "bytes", "bits/element", "codec"});
+  Table table("rlrlrlrrrrl", {"tensor", "name hash", "count", "shape", "first", "dtype", "unit", "offset", "bytes",
+                              "bits/element", "codec"});
   for (size_t i = 0; i < head.tensors.size(); ++i) {
     const TensorSpec& tensor = head.tensors[i];
     const uint64_t bytes = tensor.codec.bytes(tensor.count);
     const uint64_t unit = tensor.codec.traits().unit;
     table.row({std::to_string(i), fmt::format("{:016x}", tensor.name_hash.value_or(0)), human_count(tensor.count),
-               human_count(tensor.first), std::string(name_of(tensor.dtype)), unit == 0 ? "whole" : human_count(unit),
-               human_count(head.body_offsets[i]), human_count(bytes), fmt::format("{:.4f}", bits(bytes, tensor.count)),
-               tensor.codec.str()});
+               shape_in_words(tensor.shape), human_count(tensor.first), std::string(name_of(tensor.dtype)),
+               unit == 0 ? "whole" : human_count(unit), human_count(head.body_offsets[i]), human_count(bytes),
+               fmt::format("{:.4f}", bits(bytes, tensor.count)), tensor.codec.wire_spec()});
   }
   print("\n" + table.str());
 }
 
 void inspect(const std::string& path, bool json) {
-  const std::vector<std::byte> message = read_message(path);
+  const MessageFile file = read_message(path);
+  const std::vector<std::byte>& message = file.message;
   const Head head = named(path, [&] { return read_head(message); });
   std::string verdict = "ok";
   std::unique_ptr<Error> altered;
@@ -152,9 +159,9 @@ void inspect(const std::string& path, bool json) {
     altered = std::make_unique<Error>(error);
   }
   if (json) {
-    print_json(path, head, extra_of(message), altered ? "wrong" : "ok");
+    print_json(path, {file.file_bytes, file.packed}, head, altered ? "wrong" : "ok");
   } else {
-    print_page(path, head, extra_of(message), verdict);
+    print_page(path, {file.file_bytes, file.packed}, head, verdict);
   }
   if (altered) throw *altered;
 }

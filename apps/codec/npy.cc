@@ -4,6 +4,7 @@
 #include "codec/npy.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <cctype>
 #include <cstring>
@@ -163,10 +164,31 @@ NpyArray parse_npy(std::span<const std::byte> file, const std::string& path) {
   return array;
 }
 
-std::vector<std::byte> npy_header(DType dtype, uint64_t count) {
+std::vector<std::byte> in_c_order(const NpyArray& array) {
+  GW_CHECK(array.fortran_order);
+  const size_t width = bytes_of(array.dtype), dims = array.shape.size();
+  std::vector<uint64_t> index(dims, 0), stride(dims, width);
+  for (size_t d = 1; d < dims; ++d) stride[d] = stride[d - 1] * array.shape[d - 1];
+  std::vector<std::byte> out(array.data.size());
+  uint64_t from = 0;  // byte of the element at `index`
+  for (uint64_t i = 0; i < array.count; ++i) {
+    std::memcpy(out.data() + i * width, array.data.data() + from, width);
+    // The next index in C order: the last one counts up, and carries to the one before it.
+    for (size_t d = dims; d-- > 0;) {
+      from += stride[d];
+      if (++index[d] < array.shape[d]) break;
+      from -= stride[d] * array.shape[d];
+      index[d] = 0;
+    }
+  }
+  return out;
+}
+
+std::vector<std::byte> npy_header(DType dtype, std::span<const uint64_t> shape) {
   GW_CHECK(dtype != DType::bf16);  // NumPy has no name for it
-  std::string dictionary = fmt::format("{{'descr': '{}', 'fortran_order': False, 'shape': ({},), }}",
-                                       dtype == DType::f32 ? "<f4" : "<f2", count);
+  std::string dictionary =
+      fmt::format("{{'descr': '{}', 'fortran_order': False, 'shape': ({}{}), }}", dtype == DType::f32 ? "<f4" : "<f2",
+                  fmt::join(shape, ", "), shape.size() == 1 ? "," : "");
   // The format asks for elements at a multiple of 64 bytes and a newline before them.
   constexpr size_t kStart = 10;
   dictionary.append(63 - (kStart + dictionary.size()) % 64, ' ');

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // NumPy's .npy files, as far as gradients need them: little-endian f32 and f16 arrays of any shape. A file is a magic
 // string, a version, the length of a header, the header (a Python dictionary literal with `descr`, `fortran_order` and
-// `shape`) and the elements. Elements are taken in the order they are stored, so a Fortran-ordered array is flattened
-// in its own order. Input is treated as hostile: every length is checked against the file before it is believed.
+// `shape`) and the elements. Files may come from anywhere: every length is checked against the file before it is used.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +19,7 @@ struct NpyArray {
   bool fortran_order = false;
   std::vector<uint64_t> shape;
   uint64_t count = 0;
-  std::span<const std::byte> data;  // a view into the file
+  std::span<const std::byte> data;  // a view into the file, in the order of the file
 };
 
 bool looks_like_npy(std::span<const std::byte> file);
@@ -28,7 +27,10 @@ bool looks_like_npy(std::span<const std::byte> file);
 // Error{frame} for a damaged file, Error{usage} for an element type that is not supported; both name the field.
 NpyArray parse_npy(std::span<const std::byte> file, const std::string& path);
 
-// The header of a one-dimensional array of f32 or f16.
-std::vector<std::byte> npy_header(DType dtype, uint64_t count);
+// The elements of a Fortran-ordered array (first index fastest) in C order (last index fastest).
+std::vector<std::byte> in_c_order(const NpyArray& array);
+
+// The header of an array of f32 or f16 in C order; an empty shape is that of a scalar.
+std::vector<std::byte> npy_header(DType dtype, std::span<const uint64_t> shape);
 
 }  // namespace gradwire::app

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Packing and unpacking messages with Zstandard: see packed.h.
 #include "codec/packed.h"
 
 #include <fmt/format.h>
@@ -45,7 +46,7 @@ std::vector<std::byte> pack(std::span<const std::byte> message) {
   return out;
 }
 
-// Memory grows with what really comes out, not with what the file claims.
+// Memory grows with what really comes out, and not with what the file claims.
 static std::vector<std::byte> unpack(std::span<const std::byte> file, uint64_t most) {
   const unsigned long long claimed = ZSTD_getFrameContentSize(file.data(), file.size());
   if (claimed == ZSTD_CONTENTSIZE_ERROR || claimed == ZSTD_CONTENTSIZE_UNKNOWN)
@@ -88,10 +89,11 @@ static std::vector<std::byte> unpack(std::span<const std::byte>, uint64_t) { ref
 
 #endif
 
-std::vector<std::byte> read_message(const std::string& path, uint64_t most) {
+MessageFile read_message(const std::string& path, uint64_t most) {
   std::vector<std::byte> file = read_file(path);
-  if (!is_packed(file)) return file;
-  return named(path, [&] { return unpack(file, most); });
+  const uint64_t bytes = file.size();
+  if (!is_packed(file)) return {std::move(file), bytes, false};
+  return {named(path, [&] { return unpack(file, most); }), bytes, true};
 }
 
 }  // namespace gradwire::app

@@ -72,7 +72,7 @@ std::string gnuplot(const std::string& script) {
   posix_spawn_file_actions_adddup2(&actions, *input, STDIN_FILENO);
   posix_spawn_file_actions_adddup2(&actions, *to, STDOUT_FILENO);
   posix_spawn_file_actions_adddup2(&actions, *errors, STDERR_FILENO);
-  // -d: a user's own start-up file must not change the picture.
+  // -d: the start-up file of a user must not change the picture.
   const char* arguments[] = {"gnuplot", "-d", nullptr};
   pid_t child = 0;
   const int failed =
@@ -82,7 +82,7 @@ std::string gnuplot(const std::string& script) {
     throw Error(ErrorKind::unsupported, "plots need gnuplot, which is not on the PATH: apt-get install gnuplot-nox",
                 "plot");
   if (failed != 0) fail("cannot be started", failed);
-  to.shut();  // else the pipe would never end
+  to.shut();  // otherwise the pipe would never end
   std::string picture = read_all(*from);
   int status = 0;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) {

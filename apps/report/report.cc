@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads records, writes reports: see report.h.
+// Records are read and reports are written here: see report.h.
 #include "report/report.h"
 
 #include <fmt/format.h>
@@ -45,7 +45,7 @@ std::string value_text(double value, Metric metric) {
   return metric == Metric::accuracy ? fmt::format("{:.2f} %", 100 * value) : fmt::format("{:.4f}", value);
 }
 
-// Table counts bytes: what a label has beyond ASCII would push its row out of line.
+// Table counts bytes, so a character beyond ASCII in a label would shift the columns of its row.
 std::string ascii(std::string label) {
   for (size_t at; (at = label.find("\u00b7")) != std::string::npos;) label.replace(at, 2, "/");
   return label;
@@ -93,7 +93,7 @@ std::string report_table(const std::vector<json>& records) {
   const std::vector<Run> runs = parse(records);
   const Comparison comparison = compare_runs(runs);
   std::string text;
-  for (const Group& group : comparison.groups) {
+  for (const RunGroup& group : comparison.groups) {
     if (comparison.groups.size() > 1)
       text += fmt::format("{}{}, {}\n", text.empty() ? "" : "\n", group.task, group.model);
     Table table("lrrrrrrlr", {"codec", std::string("test ") + name_of(group.metric), "spread", "from fp32", "bits",
@@ -108,7 +108,7 @@ std::string report_table(const std::vector<json>& records) {
                  final_value.count > 1 ? fmt::format("{:.2f}", unit * final_value.deviation) : "-",
                  series.difference ? fmt::format("{:+.2f}", unit * series.difference->mean) : "-",
                  some ? fmt::format("{:.2f}", series.bits) : "-",
-                 some && series.bits > 0 ? fmt::format("{:.1f}x", 32 / series.bits) : "-",
+                 std::isfinite(series.ratio) ? fmt::format("{:.1f}x", series.ratio) : "-",
                  some ? human_bytes(series.bytes) : "-", series.first().collective,
                  some ? human_seconds(series.seconds.wall) : "-"});
     }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a comparison leaves behind for people. Every run is one record, DIR/runs/<name>/run.json; from the records alone
-// come DIR/results.csv (one row a run and epoch), DIR/report.html (one page with its charts, data and program inside:
-// it asks for nothing from anywhere) and, on request, plots for papers. The same records give the same bytes.
+// The report of a comparison. Every run is one record, DIR/runs/<name>/run.json. From the records alone come
+// DIR/results.csv (one row per run and epoch), DIR/report.html (one page that contains its charts, data and program and
+// requests nothing else) and, if asked for, plots for papers. The same records give the same bytes.
 //
-// Runs that differ in nothing but the seed are one series: a line in a chart, a row in a table. report_run.h has the
-// record, report_series.h what is computed from it.
+// Runs that differ in nothing but the seed form one series: a line in a chart, a row in a table. report_run.h has the
+// record, and report_series.h has what is computed from it.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -13,8 +13,8 @@
 
 namespace gradwire::app {
 
-// The records of all runs under `dir`, by name of their folders. A folder without a record is a run that has not got
-// that far, and is passed over. Error{usage}: no record at all; Error{frame}: one is damaged, names file and field.
+// The records of all runs under `dir`, sorted by the names of their folders. A folder without a record belongs to a run
+// that has not written one yet; it is skipped. Error{usage}: there is no record. Error{frame}: a record is damaged.
 std::vector<nlohmann::json> read_runs(const std::string& dir);
 
 // Writes results.csv, report.html and, if asked, the plots into `dir`; each file all or nothing. Returns the names of
@@ -22,7 +22,7 @@ std::vector<nlohmann::json> read_runs(const std::string& dir);
 // Error{unsupported}: plots are asked for and gnuplot is missing (the other files are written by then).
 std::vector<std::string> write_report(const std::string& dir, const std::vector<nlohmann::json>& runs, bool plots);
 
-// The page's first table, for a terminal.
+// The first table of the page, for a terminal.
 std::string report_table(const std::vector<nlohmann::json>& runs);
 
 // Whether this build found Chart.js. Without it the page has all its tables and says in place of the charts why there

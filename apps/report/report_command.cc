@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `gradwire report`: the records of a comparison once more as a table, a page and plots. It needs neither the data nor
-// torch, so that runs made on one machine can be looked at on another.
+// `gradwire report`: turns the records of a comparison into a table, a page and plots. It needs neither the data nor
+// torch, so runs made on one machine can be viewed on another.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -33,10 +33,10 @@ void report(const ReportOptions& options) {
 
 void add_report(CLI::App& app, Action& action) {
   CLI::App* command =
-      app.add_subcommand("report", "Write results.csv, report.html and plots from the runs of a comparison");
+      app.add_subcommand("report", "Write results.csv, report.html and plots for the runs of a comparison");
   auto options = std::make_shared<ReportOptions>();
-  add_file(*command, "dir", options->dir, "Folder of a comparison: it holds runs/NAME/run.json");
-  add_choice(*command, "--plot", options->plot, {"png"}, "Also draw plots for papers (needs gnuplot)");
+  add_file(*command, "dir", options->dir, "Folder of a comparison, with files runs/NAME/run.json");
+  add_choice(*command, "--plot", options->plot, {"png"}, "Draw plots for papers too (needs gnuplot)");
   command->footer("Example:\n  gradwire report comparison/ --plot png");
   command->callback([&action, options] { action = [options] { report(*options); }; });
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// results.csv: one row a run and epoch, every figure of the record that is one number, in the shortest form that reads
-// back as the same number; not-a-number is an empty cell. Texts are quoted where they must be (RFC 4180).
+// results.csv: one row per run and epoch with every single number of the record, in the shortest form that reads back
+// as the same number. Not-a-number is an empty cell. Texts are quoted where RFC 4180 requires it.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -23,7 +23,7 @@ std::string cell(const std::string& text) {
 std::string cell(double value) { return std::isfinite(value) ? fmt::format("{}", value) : ""; }
 std::string cell(uint64_t value) { return fmt::format("{}", value); }
 
-// A column's name and how it is read, so that the header cannot come apart from the rows.
+// The name of a column and how it is read are kept together, so that the header always matches the rows.
 struct Column {
   const char* name;
   std::string (*of)(const Run&, const Epoch&);

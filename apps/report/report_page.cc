@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// report.html: report/page.html with its style, its program, Chart.js and the data put in their places. The data is the
-// comparison as JSON; the program in the page turns it into text and charts. What users wrote (codecs, names of
-// tensors, commands) passes through here only as JSON strings, with every `<` escaped, so that nothing can end the
-// script element it stands in; the page puts it in as text, never as markup.
+// report.html: report/page.html with its style, its program, Chart.js and the data inserted. The data is the comparison
+// as JSON, and the program in the page turns it into text and charts. Text from users (codecs, names of tensors,
+// commands) passes through here only as JSON strings with every `<` escaped, so that nothing can end its script
+// element. The page inserts it as text, never as markup.
 #include <string_view>
 
 #include "gradwire/error.h"
@@ -21,9 +21,9 @@ json object_of(const Statistic& s) {
   return {{"mean", s.mean}, {"deviation", s.deviation}, {"least", s.least}, {"most", s.most}, {"count", s.count}};
 }
 
-json object_of(const Learned& table) {
+json object_of(const LearnedTable& table) {
   json object = {{"step", table.step},
-                 {"side", table.side},
+                 {"direction", table.direction},
                  {"codec", table.codec},
                  {"tensors", table.tensors},
                  {"lines", table.lines}};
@@ -53,7 +53,7 @@ json layers_of(const Series& series) {
   return {{"step", series.layers.step}, {"tensors", tensors}};
 }
 
-// Seeds are strings: a script's numbers end at 2^53.
+// Seeds are strings, because numbers in a script are exact only up to 2^53.
 json run_of(const Run& run, size_t series) {
   json object = {{"series", series},
                  {"seed", std::to_string(run.seed)},
@@ -85,11 +85,14 @@ json series_of(const Series& series) {
                  {"difference", series.difference ? object_of(*series.difference) : json()},
                  {"target", series.target ? json(*series.target) : json()},
                  {"bits", series.bits},
+                 {"ratio", series.ratio},
                  {"bytes", series.bytes},
                  {"skipped", series.skipped},
                  {"wall", series.seconds.wall},
                  {"split", {series.seconds.compute, series.seconds.encode, series.seconds.wait, series.seconds.decode}},
                  {"curve", curve_of(series)},
+                 {"bits_least", series.bits_least},
+                 {"bits_most", series.bits_most},
                  {"bits_change", series.bits_change},
                  {"bits_over_time", series.bits_over_time},
                  {"layers", layers_of(series)},
@@ -97,7 +100,7 @@ json series_of(const Series& series) {
                  {"tables", json::array()},
                  {"settings", json::object()}};
   for (const auto& [name, value] : series.settings) object["settings"][name] = value;
-  for (const Learned& table : series.counted.front()->tables) object["tables"].push_back(object_of(table));
+  for (const LearnedTable& table : series.counted.front()->tables) object["tables"].push_back(object_of(table));
   return object;
 }
 
@@ -107,7 +110,7 @@ json data_of(const Comparison& comparison) {
                {"groups", json::array()},
                {"series", json::array()},
                {"runs", json::array()}};
-  for (const Group& group : comparison.groups)
+  for (const RunGroup& group : comparison.groups)
     data["groups"].push_back({{"task", group.task}, {"model", group.model}, {"metric", name_of(group.metric)}});
   for (size_t i = 0; i < comparison.series.size(); ++i) {
     data["series"].push_back(series_of(comparison.series[i]));
@@ -123,7 +126,7 @@ std::string replaced(std::string_view text, std::string_view from, std::string_v
   return result.append(text);
 }
 
-// In a script `</` can only stand in a string or a regular expression, where `<\/` means the same.
+// In a script `</` can only occur in a string or a regular expression, where `<\/` means the same.
 std::string script(std::string_view program) { return replaced(program, "</", "<\\/"); }
 
 }  // namespace
@@ -140,7 +143,7 @@ std::string page_text(const Comparison& comparison) {
       {"/*program*/", script(embedded::page_js) + script(embedded::tables_js) + script(embedded::charts_js) +
                           script(embedded::draw_js)},
   };
-  // In order, each looked for behind the one before: what is put in is not searched.
+  // Each place is searched behind the previous one, so that inserted content is not searched.
   std::string page;
   std::string_view rest = embedded::page_html;
   for (const auto& [place, content] : places) {

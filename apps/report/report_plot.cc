@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plots for papers: PNG at 300 dots an inch for a column of six inches, drawn by gnuplot. A series is told by colour
-// (Okabe-Ito), dashes and marks together, so that a grey print keeps them apart; bars from the least to the most of the
-// seeds.
+// Plots for papers: PNG at 300 dots per inch for a column of six inches, drawn by gnuplot. A series has a colour
+// (Okabe-Ito), dashes and marks of its own, so that a grey print keeps the series apart. Bars range from the least to
+// the greatest value over seeds.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace gradwire::app {
 namespace {
 
 constexpr double kPlotLink = 1;   // Gb/s
-constexpr double kExact = 1e-10;  // a relative squared error below it is rounding; it would only stretch the axis
+constexpr double kExact = 1e-10;  // an error below it is rounding and would only stretch the axis
 constexpr const char* kColours[] = {"#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"};
 constexpr const char* kDashes[] = {"1", "(12,5)", "(4,4)", "(14,4,3,4)", "(20,6)"};
 constexpr int kMarks[] = {7, 5, 9, 13, 11, 6, 4, 8};
@@ -38,8 +38,8 @@ std::string style(size_t series) {
 
 std::string title(const Series& series) { return gnuplot_text(series.label + (series.partial ? " (unfinished)" : "")); }
 
-// The axis of values that are orders of magnitude apart: logarithmic, close around them, 1, 2 and 5 of each decade
-// named. Values less than a factor of 4 apart get a plain axis.
+// The axis of values that are orders of magnitude apart is logarithmic and close around them, with labels at 1, 2 and 5
+// of each decade. Values less than a factor of 4 apart get a linear axis.
 std::string magnitudes(const std::vector<double>& values) {
   const auto [least, most] = std::minmax_element(values.begin(), values.end());
   if (*most / *least < 4) return "set format x '%g'\n";
@@ -58,9 +58,9 @@ std::string whole_steps(const std::vector<double>& values) {
   return fmt::format("set xtics {}\n", std::max(1.0, std::ceil((*most - *least) / 10)));
 }
 
-// A line a series; empty if there is nothing to draw.
+// One line per series; empty if there is nothing to draw.
 template <class X>
-std::string curves(const Comparison& comparison, const Group& group, const std::string& x_title, bool log, X x_of) {
+std::string curves(const Comparison& comparison, const RunGroup& group, const std::string& x_title, bool log, X x_of) {
   std::string data, plot;
   std::vector<double> xs;
   const double unit = group.metric == Metric::accuracy ? 100 : 1;
@@ -76,7 +76,7 @@ std::string curves(const Comparison& comparison, const Group& group, const std::
     }
     if (block.empty()) continue;
     data += fmt::format("$s{} << EOD\n{}EOD\n", n, block);
-    const size_t stride = (series.curve.size() + 11) / 12;  // about ten marks tell a line; more would cover it
+    const size_t stride = (series.curve.size() + 11) / 12;  // about ten marks identify a line; more would cover it
     plot += fmt::format("{}$s{} using 1:2 with linespoints {} pi {} title {}", plot.empty() ? "plot " : ", ", n,
                         style(n), stride, title(series));
     if (series.counted.size() > 1)
@@ -90,8 +90,8 @@ std::string curves(const Comparison& comparison, const Group& group, const std::
   return text + (log ? magnitudes(xs) : whole_steps(xs)) + plot + "\n";
 }
 
-// One row a layer, one mark a codec. Marks and not bars: on a logarithmic axis the length of a bar means nothing.
-std::string layer_errors(const Comparison& comparison, const Group& group) {
+// One row per layer and one mark per codec. Bars would be wrong: on a logarithmic axis their length means nothing.
+std::string layer_errors(const Comparison& comparison, const RunGroup& group) {
   std::vector<std::string> names;
   for (size_t index : group.series)
     for (const TensorError& tensor : comparison.series[index].layers.tensors)
@@ -125,13 +125,13 @@ std::string layer_errors(const Comparison& comparison, const Group& group) {
   const int height = static_cast<int>(std::min<size_t>(500 + 62 * names.size(), 9000));
   return head(1800, height) + data + magnitudes(errors) +
          fmt::format(
-             "set xlabel 'squared error of the mean gradient, relative'\n"
+             "set xlabel 'error of the mean gradient (squared, relative)'\n"
              "set yrange [{}:-0.6]\nset ytics ({}) scale 0\n",
              static_cast<double>(names.size()) - 0.4, tics) +
          plot + "\n";
 }
 
-// Part of a file's name: letters, digits and the harmless signs.
+// A component of a file name: letters, digits and a few harmless characters.
 std::string slug(const std::string& text) {
   std::string result = text.substr(0, 40);
   for (char& c : result)
@@ -144,7 +144,7 @@ std::string slug(const std::string& text) {
 std::vector<Plot> draw_plots(const Comparison& comparison) {
   std::vector<Plot> plots;
   std::set<std::string> taken;
-  for (const Group& group : comparison.groups) {
+  for (const RunGroup& group : comparison.groups) {
     std::string suffix;
     if (comparison.groups.size() > 1) {
       suffix = fmt::format("-{}-{}", slug(group.task), slug(group.model));

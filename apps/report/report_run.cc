@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads a record into a Run. `Fields` is one JSON object and where it stands in the record, so that every complaint
-// names the field as a reader of the file would look for it: epochs[2].seconds.wall.
+// Reads a record into a Run. `Fields` is one JSON object together with its path in the record, so that every error
+// names the field as a reader of the file would search for it: epochs[2].seconds.wall.
 #include "report/report_run.h"
 
 #include <fmt/format.h>
@@ -16,7 +16,7 @@ namespace {
 using nlohmann::json;
 
 constexpr double kAny = std::numeric_limits<double>::max();
-constexpr uint64_t kWhole = uint64_t{1} << 53;  // beyond it a number in JSON is not a whole number everywhere
+constexpr uint64_t kWhole = uint64_t{1} << 53;  // above it, not every program reads a number in JSON as a whole number
 
 [[noreturn]] void refuse(const std::string& field, const json& value, const std::string& expected) {
   std::string shown = value.dump(-1, ' ', true, json::error_handler_t::replace);
@@ -38,7 +38,7 @@ double as_number(const json& value, const std::string& field, double low, double
 }
 
 uint64_t as_whole(const json& value, const std::string& field, uint64_t low, uint64_t high) {
-  // The parser makes whole numbers unsigned; a program that fills in an int makes them signed.
+  // The parser makes whole numbers unsigned. A program that fills in an int makes them signed.
   if (value.is_number_integer() && (value.is_number_unsigned() || value.get<int64_t>() >= 0)) {
     const uint64_t number = value.get<uint64_t>();
     if (number >= low && number <= high) return number;
@@ -78,7 +78,7 @@ class Fields {
     if (!at(name).is_boolean()) refuse(path(name), at(name), "true or false");
     return at(name).get<bool>();
   }
-  // Calls item(value, where) for everything in a list.
+  // Calls item(value, where) for every entry of a list.
   template <class Item>
   void each(const char* name, Item item) const {
     const json& list = at(name);
@@ -118,8 +118,8 @@ Measurement parse_measurement(const Fields& in) {
   return measurement;
 }
 
-Learned parse_learned(const Fields& in) {
-  Learned table{in.whole("step"), in.text("side"), in.text("codec"), {}, {}, {}};
+LearnedTable parse_learned(const Fields& in) {
+  LearnedTable table{in.whole("step"), in.text("side"), in.text("codec"), {}, {}, {}};
   in.each("tensors",
           [&](const json& value, const std::string& where) { table.tensors.push_back(as_text(value, where)); });
   in.each("lines", [&](const json& value, const std::string& where) { table.lines.push_back(as_text(value, where)); });
@@ -210,6 +210,16 @@ double value_of(const Epoch& epoch, Metric metric) {
       return std::exp(epoch.test_loss);
   }
   return std::nan("");
+}
+
+double ratio_of(const Run& run) {
+  if (run.epochs.empty() || run.epochs.back().bytes_sent <= 0) return std::nan("");
+  const double workers = static_cast<double>(run.workers);
+  const double tensor_bytes = 4 * static_cast<double>(run.parameters);
+  const double per_step = run.engine == "server"       ? tensor_bytes
+                          : run.collective == "gather" ? (workers - 1) * tensor_bytes
+                                                       : 2 * (workers - 1) / workers * tensor_bytes;
+  return per_step * static_cast<double>(run.epochs.back().step) / run.epochs.back().bytes_sent;
 }
 
 }  // namespace gradwire::app

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The record of one run, checked field by field. A loss, an error or a cosine that is not a number stands as null in
-// JSON and as NaN here: a run that diverged is a result. Everything else must be there, of its type and in its range.
+// The record of one run, checked field by field. A loss, an error or a cosine that is not a number is null in JSON and
+// NaN here, because a run that diverged is a result. Every other field must exist, have its type and be in its range.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace gradwire::app {
 
-struct Seconds {  // since the start of the run; compute, encode, decode: processor time of one worker, mean over
-                  // workers
+// Since the start of the run. Compute, encode and decode are processor time of one worker, as a mean over workers.
+struct RunSeconds {
   double wall = 0, compute = 0, encode = 0, wait = 0, decode = 0;
 };
 
@@ -21,14 +21,14 @@ struct Epoch {
   double rate = 0, train_loss = 0, train_accuracy = 0, test_loss = 0, test_accuracy = 0;
   double bytes_sent = 0;  // since the start, by one worker, mean over workers
   double bits = 0;        // per element sent up, mean of this epoch
-  Seconds seconds;
+  RunSeconds seconds;
 };
 
 struct TensorError {
   std::string name;
   uint64_t elements = 0;
-  double error = 0;   // |exact mean - result|^2 / |exact mean|^2
-  double cosine = 0;  // between the two
+  double error = 0;   // ||exact mean - result||^2 / ||exact mean||^2
+  double cosine = 0;  // between the exact mean and the result
 };
 
 struct Measurement {
@@ -36,14 +36,14 @@ struct Measurement {
   std::vector<TensorError> tensors;
 };
 
-struct Learned {  // what a codec had fitted at a step
+struct LearnedTable {  // what a codec had fitted at a step
   uint64_t step = 0;
-  std::string side, codec;
+  std::string direction, codec;  // direction: up or down
   std::vector<std::string> tensors, lines;
   std::vector<double> levels;
 };
 
-struct Memory {
+struct RunMemory {
   double peak = 0, gradients = 0, residuals = 0, messages = 0;  // bytes
 };
 
@@ -58,13 +58,17 @@ struct Run {
   std::vector<Epoch> epochs;
   std::vector<std::pair<uint64_t, double>> bits_over_time;
   std::vector<Measurement> layers;
-  std::vector<Learned> tables;
-  Memory memory;
+  std::vector<LearnedTable> tables;
+  RunMemory memory;
 };
 
 Run parse_run(const nlohmann::json& record);
 
 const char* name_of(Metric metric);
 double value_of(const Epoch& epoch, Metric metric);
+
+// fp32 bytes / bytes sent, where the fp32 bytes are those that a worker sends without compression in as many steps with
+// the same collective. NaN if nothing was sent.
+double ratio_of(const Run& run);
 
 }  // namespace gradwire::app

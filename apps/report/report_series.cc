@@ -14,7 +14,8 @@
 namespace gradwire::app {
 namespace {
 
-constexpr size_t kMostBitsPoints = 300;  // more would not be seen in a chart, only weigh in the page
+constexpr uint64_t kBitsBins = 100;
+constexpr size_t kMostBitsPoints = 300;  // more could not be seen in a chart and would only enlarge the page
 
 std::vector<std::pair<std::string, std::string>> settings_of(const Run& run) {
   return {{"codec", run.canonical},
@@ -33,7 +34,7 @@ std::vector<std::pair<std::string, std::string>> settings_of(const Run& run) {
           {"schedule", run.schedule}};
 }
 
-// A setting as part of a label: a word says what it is by itself, a number does not.
+// A setting as part of a label: a word explains itself, a number needs the name of the setting.
 std::string shown(const std::pair<std::string, std::string>& setting) {
   const auto& [name, value] = setting;
   if (name == "workers" || name == "epochs" || name == "parameters") return value + " " + name;
@@ -41,7 +42,7 @@ std::string shown(const std::pair<std::string, std::string>& setting) {
   return value;
 }
 
-// Uncompressed, whatever else the spec may say.
+// True for an uncompressed run, whatever else its spec says.
 bool is_fp32(const Run& run) { return run.canonical.substr(0, run.canonical.find(':')) == "fp32"; }
 
 double mean(const std::vector<double>& values) { return statistic_of(values).mean; }
@@ -54,7 +55,7 @@ double mean_of(const std::vector<const Run*>& runs, Of of) {
   return mean(values);
 }
 
-// An epoch's bits count by its steps: epochs may be of different length when a run was resumed in the middle of one.
+// The bits of an epoch are weighted by its steps: epochs differ in length if a run was resumed in the middle of one.
 double mean_bits(const Run& run) {
   double sum = 0;
   uint64_t before = 0;
@@ -83,6 +84,27 @@ std::vector<Point> curve_of(const Series& series) {
   return curve;
 }
 
+// Too many points for a chart. A point says that the bits hold from its step until the next point, so a bin of equally
+// many steps is the mean of the bits over these steps. A mean over points would ignore how long each of them lasts.
+std::vector<std::pair<uint64_t, double>> mean_by_bins(const std::vector<std::pair<uint64_t, double>>& points) {
+  const uint64_t first = points.front().first, steps = points.back().first + 1 - first;
+  std::vector<std::pair<uint64_t, double>> bins;
+  size_t at = 0;
+  for (uint64_t bin = 0; bin < std::min<uint64_t>(kBitsBins, steps); ++bin) {
+    const uint64_t count = std::min<uint64_t>(kBitsBins, steps);
+    const uint64_t begin = first + steps * bin / count, end = first + steps * (bin + 1) / count;
+    double sum = 0;
+    for (uint64_t step = begin; step < end;) {
+      while (at + 1 < points.size() && points[at + 1].first <= step) ++at;
+      const uint64_t next = at + 1 < points.size() ? std::min(end, points[at + 1].first) : end;
+      sum += static_cast<double>(next - step) * points[at].second;
+      step = next;
+    }
+    bins.emplace_back(begin, sum / static_cast<double>(end - begin));
+  }
+  return bins;
+}
+
 void fill_bits(Series& series) {
   std::map<uint64_t, std::vector<double>> by_step;
   for (const Run* run : series.counted)
@@ -93,12 +115,9 @@ void fill_bits(Series& series) {
   const auto less = [](const auto& a, const auto& b) { return a.second < b.second; };
   const auto [least, most] = std::minmax_element(all.begin(), all.end(), less);
   series.bits_change = most->second - least->second > 0.01 * most->second;
-  const size_t stride = (all.size() + kMostBitsPoints - 1) / kMostBitsPoints;
-  for (size_t i = 0; i < all.size(); i += stride) {
-    std::vector<double> values;
-    for (size_t j = i; j < std::min(all.size(), i + stride); ++j) values.push_back(all[j].second);
-    series.bits_over_time.emplace_back(all[i].first, mean(values));
-  }
+  series.bits_least = least->second;
+  series.bits_most = most->second;
+  series.bits_over_time = all.size() <= kMostBitsPoints ? all : mean_by_bins(all);
 }
 
 void fill_layers(Series& series) {
@@ -141,6 +160,7 @@ void fill(Series& series) {
     return mean_of(series.counted, [of](const Run& run) { return of(run.epochs.back()); });
   };
   series.bits = mean_of(series.counted, mean_bits);
+  series.ratio = mean_of(series.counted, ratio_of);
   series.bytes = last([](const Epoch& e) { return e.bytes_sent; });
   series.skipped = mean_of(series.counted, [](const Run& run) { return static_cast<double>(run.skipped_steps); });
   series.seconds = {
@@ -152,8 +172,8 @@ void fill(Series& series) {
   fill_layers(series);
 }
 
-// How long a run is belongs to its settings too, but only a finished one says: an unfinished run joins the series it
-// would have become, the longest if there are several.
+// The length of a run is one of its settings, but only a finished run shows it. An unfinished run joins the series that
+// it would have belonged to, or the longest one if there are several.
 std::vector<Series> make_series(const std::vector<Run>& runs) {
   std::vector<Series> all;
   const auto join = [&all](const Run& run, auto settings) {
@@ -189,11 +209,11 @@ std::vector<Series> make_series(const std::vector<Run>& runs) {
 void fill_groups(Comparison& comparison) {
   for (Series& series : comparison.series) {
     const Run& run = series.first();
-    auto found = std::find_if(comparison.groups.begin(), comparison.groups.end(), [&](const Group& group) {
+    auto found = std::find_if(comparison.groups.begin(), comparison.groups.end(), [&](const RunGroup& group) {
       return group.task == run.task && group.model == run.model && group.metric == run.metric;
     });
     if (found == comparison.groups.end())
-      found = comparison.groups.insert(found, Group{run.task, run.model, run.metric, {}});
+      found = comparison.groups.insert(found, RunGroup{run.task, run.model, run.metric, {}});
     series.group = static_cast<size_t>(found - comparison.groups.begin());
     found->series.push_back(static_cast<size_t>(&series - comparison.series.data()));
   }
@@ -257,7 +277,7 @@ Statistic statistic_of(const std::vector<double>& values) {
   const double n = static_cast<double>(values.size());
   for (double value : values) {
     s.mean += value / n;
-    // A value that is not a number makes the whole statistic one: min and max would pass it over.
+    // One value that is not a number makes the whole statistic NaN. min and max would ignore it.
     s.least = std::isnan(value) || std::isnan(s.least) ? std::nan("") : std::min(s.least, value);
     s.most = std::isnan(value) || std::isnan(s.most) ? std::nan("") : std::max(s.most, value);
   }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// From runs to what is shown of them. A series is the runs that differ in nothing but the seed; a group is the series
-// of one task and model, whose values may stand in one chart. Statistics are over a series' finished runs; only where
-// none is finished are they over what there is, and the series is marked partial. Page and plots both draw these
-// numbers.
+// From runs to what is shown of them. A series consists of the runs that differ in nothing but the seed. A group
+// consists of the series of one task and model, whose values may share a chart. Statistics are over the finished runs
+// of a series. If none is finished, they are over all of its runs and the series is marked partial. The page and the
+// plots draw the same numbers.
 //
 // The reference of a series is the fp32 series of its group and number of workers with the most settings in common.
 // Differences from it are paired: the mean, over seeds that both have, of this run's final value minus that run's.
@@ -36,7 +36,7 @@ struct Point {  // the end of an epoch
 };
 
 struct Series {
-  std::string label;  // the codec, and what tells it from another of the codec in its group
+  std::string label;  // the codec, and the settings that distinguish it from others with the same codec
   std::vector<std::pair<std::string, std::string>> settings;  // name, value: all that the runs have in common
   std::vector<const Run*> runs;                               // by seed
   std::vector<const Run*> counted;                            // those that the statistics are over
@@ -47,17 +47,19 @@ struct Series {
   std::optional<size_t> reference;      // index of the fp32 series
   std::optional<Statistic> difference;  // over seeds in common
   double bits = 0, bytes = 0, skipped = 0;
-  Seconds seconds;
+  double ratio = 0;  // fp32 bytes / bytes sent, mean over runs
+  RunSeconds seconds;
   std::vector<Point> curve;
-  std::optional<size_t> target;  // index into curve: where target_of(reference) is reached
-  std::vector<std::pair<uint64_t, double>> bits_over_time;
+  std::optional<size_t> target;                             // index into curve: where target_of(reference) is reached
+  std::vector<std::pair<uint64_t, double>> bits_over_time;  // drawn: at most a few hundred points
+  double bits_least = 0, bits_most = 0;                     // over all steps
   bool bits_change = false;
   Measurement layers;  // the last one, means
 
   const Run& first() const { return *runs.front(); }
 };
 
-struct Group {
+struct RunGroup {
   std::string task, model;
   Metric metric = Metric::accuracy;
   std::vector<size_t> series;
@@ -65,14 +67,15 @@ struct Group {
 
 struct Comparison {
   std::vector<Series> series;  // by group; fp32 first, then by falling bits
-  std::vector<Group> groups;
+  std::vector<RunGroup> groups;
   std::vector<std::string> varied;  // settings besides the codec that are not the same in all series
 };
 
 // `runs` must outlive the comparison.
 Comparison compare_runs(const std::vector<Run>& runs);
 
-// What a series must reach to count as level with its reference: 0.5 points of accuracy below, 1 % of loss above.
+// What a series must reach to count as equal to its reference: 0.5 points of accuracy below it, or 1 % of loss above
+// it.
 double target_of(double reference, Metric metric);
 
 }  // namespace gradwire::app

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `gradwire load`: workers that train nothing, to see what a server and its links can do. Updates are noise, made once;
-// everything else is what a worker of `gradwire train --server` does.
+// `gradwire load`: workers that train nothing, to measure a server and its network. Their updates are noise that is
+// made once; everything else is what a worker of `gradwire train --server` does.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -13,6 +13,7 @@
 #include "cli/console.h"
 #include "cli/interrupts.h"
 #include "cli/options.h"
+#include "core/clock.h"
 #include "server/client.h"
 #include "server/rpc/dial.h"
 #include "server/server_options.h"
@@ -43,14 +44,14 @@ std::vector<server::Variable> variables(uint64_t elements) {
   return list;
 }
 
-struct Result {
+struct LoadResult {
   double seconds = 0;
   uint64_t steps = 0, up = 0, down = 0;
   ReduceTimes times;
   server::ClientCounts counts;
 };
 
-Result work(const LoadOptions& options, int number, const std::atomic<bool>& stop) {
+LoadResult work(const LoadOptions& options, int number, const std::atomic<bool>& stop) {
   server::Client client({.signature = options.signature,
                          .dial = server::make_dialer(options.dial),
                          .name = fmt::format("load{}", number),
@@ -71,13 +72,13 @@ Result work(const LoadOptions& options, int number, const std::atomic<bool>& sto
   client.join(to);
   const server::ClientCounts before = client.counts();
   const ReduceTimes spent = client.times();
-  const auto begin = std::chrono::steady_clock::now();
-  Result result;
+  const auto begin = SteadyClock::now();
+  LoadResult result;
   for (; result.steps < options.steps && !stop; ++result.steps) {
     if (options.compute_s > 0) std::this_thread::sleep_for(std::chrono::duration<double>(options.compute_s));
     client.exchange(from, to);
   }
-  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  result.seconds = seconds_since(begin);
   result.counts = client.counts();
   result.up = client.counts().messages_up - before.messages_up;
   result.down = client.counts().messages_down - before.messages_down;
@@ -92,7 +93,7 @@ void load(LoadOptions& options) {
   options.signature.parameters = variables(options.elements);
   options.signature.sends_updates = options.send == "updates";
   options.signature.model = "load";
-  std::vector<Result> results(static_cast<size_t>(options.workers));
+  std::vector<LoadResult> results(static_cast<size_t>(options.workers));
   std::vector<std::thread> threads;
   std::exception_ptr failure;
   std::mutex mutex;
@@ -107,8 +108,8 @@ void load(LoadOptions& options) {
     });
   for (std::thread& thread : threads) thread.join();
   if (failure) std::rethrow_exception(failure);
-  Result sum;
-  for (const Result& one : results) {
+  LoadResult sum;
+  for (const LoadResult& one : results) {
     sum.seconds = std::max(sum.seconds, one.seconds);
     sum.steps += one.steps;
     sum.up += one.up;
@@ -139,33 +140,37 @@ void load(LoadOptions& options) {
                               {"late", sum.counts.late},
                               {"reconnects", sum.counts.reconnects}};
   if (options.json) return print(row.dump() + "\n");
-  print(
-      fmt::format("{} workers, {} elements, {} steps: {} a step; up {} ({:.3f} of fp32), down {} ({:.3f} of fp32); of "
-                  "a worker's step: encode {}, decode {}, waiting {}\n",
-                  options.workers, human_count(options.elements), row["steps"].get<uint64_t>(),
-                  human_seconds(row["step_s"]), human_bytes(row["up_bytes"]), row["up_of_fp32"].get<double>(),
-                  human_bytes(row["down_bytes"]), row["down_of_fp32"].get<double>(), human_seconds(row["encode_s"]),
-                  human_seconds(row["decode_s"]), human_seconds(row["wait_s"])));
+  print(fmt::format(
+      "{} workers, {} elements, {} steps: {} per step; up {} ({:.3f} of fp32), down {} ({:.3f} of fp32); of "
+      "a worker's step: encode {}, decode {}, waiting {}\n",
+      options.workers, human_count(options.elements), row["steps"].get<uint64_t>(), human_seconds(row["step_s"]),
+      human_bytes(row["up_bytes"]), row["up_of_fp32"].get<double>(), human_bytes(row["down_bytes"]),
+      row["down_of_fp32"].get<double>(), human_seconds(row["encode_s"]), human_seconds(row["decode_s"]),
+      human_seconds(row["wait_s"])));
 }
 
 }  // namespace
 
 void add_load(CLI::App& app, Action& action) {
-  CLI::App* command = app.add_subcommand("load", "Put load on a parameter server: workers that train nothing");
+  CLI::App* command = app.add_subcommand("load", "Measure a parameter server with workers that train nothing");
   auto options = std::make_shared<LoadOptions>();
   LoadOptions& o = *options;
-  command->add_option("--server", o.dial.address, "The server")->type_name("HOST:PORT")->capture_default_str();
-  add_whole(*command, "--workers", o.workers, 1, 4096, "Workers, threads of this process");
-  add_whole(*command, "--elements", o.elements, 2, uint64_t{1} << 33, "Parameters of the pretended model");
-  add_whole(*command, "--steps", o.steps, 1, uint64_t{1} << 40, "Steps of each worker");
-  command->add_option("--compute", o.compute_s, "Seconds that a worker sleeps before each step")
+  command->add_option("--server", o.dial.address, "The address of the server")
+      ->type_name("HOST:PORT")
+      ->capture_default_str();
+  add_whole(*command, "--workers", o.workers, 1, 4096, "The number of workers, which are threads of this process");
+  add_whole(*command, "--elements", o.elements, 2, uint64_t{1} << 33, "The number of parameters of the model");
+  add_whole(*command, "--steps", o.steps, 1, uint64_t{1} << 40, "How many steps each worker makes");
+  command->add_option("--compute", o.compute_s, "How long a worker sleeps before each step, in seconds")
       ->type_name("S")
       ->check(CLI::Range(0.0, 1e6))
       ->capture_default_str();
-  command->add_option("--up", o.signature.up, "Codec of updates")->type_name("SPEC")->capture_default_str();
-  command->add_option("--down", o.signature.down, "Codec of what comes back")->type_name("SPEC")->capture_default_str();
+  command->add_option("--up", o.signature.up, "The codec of the updates")->type_name("SPEC")->capture_default_str();
+  command->add_option("--down", o.signature.down, "The codec of what comes back")
+      ->type_name("SPEC")
+      ->capture_default_str();
   add_choice(*command, "--send", o.send, {"weights", "updates"}, "What comes back");
-  command->add_flag("--json", o.json, "One JSON object");
+  command->add_flag("--json", o.json, "Print one JSON object");
   add_security(*command, o.dial.security, false);
   command->footer("Example:\n  gradwire load --server 127.0.0.1:7070 --workers 4 --elements 25000000 --steps 10");
   command->callback([&action, options] { action = [options] { load(*options); }; });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `gradwire serve`: a parameter server, until it is told to stop.
+// `gradwire serve`: runs a parameter server until it is told to stop.
 #include <fmt/chrono.h>
 #include <fmt/format.h>
 #include <sys/resource.h>
@@ -32,7 +32,7 @@ struct ServeOptions {
   bool json = false, exit_when_done = false;
 };
 
-// One line an event: words, or JSON.
+// One line per event: words, or JSON.
 class Journal {
  public:
   explicit Journal(bool json) : json_(json) {}
@@ -52,7 +52,7 @@ class Journal {
   }
 
  private:
-  // Names come from others.
+  // Names come from workers, and must not command the terminal.
   static std::string printable(std::string text) {
     for (char& c : text)
       if (static_cast<unsigned char>(c) < ' ' || c == 127) c = '?';
@@ -77,7 +77,7 @@ void check(const ServeOptions& options) {
   if (path.empty()) return;
   const size_t slash = path.rfind('/');
   const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
-  if (::access(folder.c_str(), W_OK) != 0)  // better now than at the first checkpoint
+  if (::access(folder.c_str(), W_OK) != 0)  // an error now is better than one at the first checkpoint
     throw Error(ErrorKind::io, fmt::format("checkpoint: {} cannot be written to: {}", folder, std::strerror(errno)),
                 "checkpoint");
 }
@@ -89,15 +89,15 @@ void serve(ServeOptions& options) {
   options.hub.async = options.mode == "async";
   options.hub.log = [&](const nlohmann::json& event) { journal.write(event); };
   check(options);
-  server::Hub hub(options.hub);
-  server::Listener listener(hub, options.listen);
+  server::ServerHub hub(options.hub);
+  server::RpcListener listener(hub, options.listen);
   std::optional<server::Watch> watch;
   if (!options.watch.empty()) {
-    const server::Address address = server::parse_address(options.watch, "watch");
+    const server::HostPort address = server::parse_address(options.watch, "watch");
     watch.emplace(address.host, address.port, [&] { return hub.status(); });
     journal.write({{"event", "watch"}, {"page", fmt::format("http://{}:{}/", address.host, watch->port())}});
   }
-  const server::Address address = server::parse_address(options.listen.address, "listen");
+  const server::HostPort address = server::parse_address(options.listen.address, "listen");
   journal.write({{"event", "listening"},
                  {"address", fmt::format("{}:{}", address.host, listener.port())},
                  {"mode", options.mode},
@@ -119,32 +119,37 @@ void add_serve(CLI::App& app, Action& action) {
   const auto seconds = [&](const char* name, double& value, const char* meaning) {
     command->add_option(name, value, meaning)->type_name("S")->check(CLI::Range(0.01, 1e7))->capture_default_str();
   };
-  command->option_defaults()->group("Where");
-  text("--listen", o.listen.address, "HOST:PORT", "Where workers connect; port 0: any");
-  text("--watch", o.watch, "HOST:PORT", "Where people look: a page, /metrics for Prometheus, /status.json");
+  command->option_defaults()->group("Addresses and security");
+  text("--listen", o.listen.address, "HOST:PORT", "The address for workers; port 0 takes any free port");
+  text("--watch", o.watch, "HOST:PORT",
+       "The address of a page for people, with /metrics for Prometheus and /status.json");
   add_security(*command, o.listen.security, true);
-  add_whole(*command, "--max-connections", o.listen.max_connections, 1, 100000, "Connections at once");
+  add_whole(*command, "--max-connections", o.listen.max_connections, 1, 100000,
+            "The largest number of connections at the same time");
 
-  command->option_defaults()->group("Who, and how");
-  add_whole(*command, "--min-workers", o.hub.min_workers, 1, 100000, "Steps wait until so many are here");
-  add_whole(*command, "--max-workers", o.hub.max_workers, 1, 100000, "More are sent away");
-  add_choice(*command, "--mode", o.mode, {"sync", "async"}, "sync: steps; async: updates are applied as they come");
+  command->option_defaults()->group("Workers and steps");
+  add_whole(*command, "--min-workers", o.hub.min_workers, 1, 100000,
+            "No step is made while fewer workers are connected");
+  add_whole(*command, "--max-workers", o.hub.max_workers, 1, 100000, "Workers beyond this number are refused");
+  add_choice(*command, "--mode", o.mode, {"sync", "async"},
+             "sync: all workers make steps together; async: an update is applied when it comes");
   add_whole(*command, "--staleness", o.hub.staleness, 0, 1000000,
-            "async: steps that a worker may be ahead of the slowest");
-  seconds("--deadline", o.hub.deadline_s, "sync: a step waits so long for the late. async: for the slowest");
-  seconds("--rejoin", o.hub.rejoin_s, "A worker that vanished is given up after");
-  seconds("--return", o.hub.return_s, "After a restart: wait so long for the workers of before");
-  add_whole(*command, "--threads", o.hub.threads, 0, 1024, "Threads that decode and encode; 0: as the machine has");
+            "async: how many steps a worker may be ahead of the slowest");
+  seconds("--deadline", o.hub.deadline_s, "How long a step (async: an answer) waits for the slowest workers");
+  seconds("--rejoin", o.hub.rejoin_s, "A worker that vanished counts as lost after this time");
+  seconds("--return", o.hub.return_s, "How long a restarted server waits for the workers it knew");
+  add_whole(*command, "--threads", o.hub.threads, 0, 1024, "Threads that decode and encode; 0: one per processor");
   add_whole(*command, "--max-elements", o.hub.limits.max_elements, 1, uint64_t{1} << 40,
-            "Of a model; larger ones are refused");
+            "The largest number of elements of a model");
 
-  command->option_defaults()->group("What is kept");
-  text("--checkpoint", o.hub.checkpoint, "FILE", "Saved here, and resumed from here; a safetensors file");
+  command->option_defaults()->group("Files and output");
+  text("--checkpoint", o.hub.checkpoint, "FILE", "The checkpoint, a safetensors file: loaded if it exists, and saved");
   add_whole(*command, "--save-every", o.hub.save_every, 1, 1000000,
-            "Steps between two checkpoints; workers keep so many updates");
-  text("--init", o.hub.init, "FILE", "First weights, a safetensors file; else the first worker brings them");
-  command->add_flag("--exit-when-done", o.exit_when_done, "Stop when all workers have left on purpose");
-  command->add_flag("--json", o.json, "Events as JSON lines");
+            "Steps between two checkpoints; workers keep their updates for that long");
+  text("--init", o.hub.init, "FILE",
+       "The initial weights, a safetensors file; without it the first worker brings them");
+  command->add_flag("--exit-when-done", o.exit_when_done, "Stop when all workers have left");
+  command->add_flag("--json", o.json, "Print each event as a JSON object on a line");
   command->option_defaults()->group("Options");
   command->footer(
       "Examples:\n"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `gradwire status`: what a parameter server says of itself.
+// `gradwire status`: prints the status of a parameter server.
 #include <CLI/CLI.hpp>
 #include <memory>
 
@@ -13,19 +13,21 @@
 namespace gradwire::app {
 
 void add_status(CLI::App& app, Action& action) {
-  struct Options {
+  struct StatusOptions {
     server::DialOptions dial{"127.0.0.1:7070", {}};
     double timeout = 10;
     bool json = false;
   };
-  CLI::App* command = app.add_subcommand("status", "Ask a parameter server how it is");
-  auto options = std::make_shared<Options>();
-  command->add_option("--server", options->dial.address, "The server")->type_name("HOST:PORT")->capture_default_str();
-  command->add_option("--timeout", options->timeout, "Seconds to wait for it")
+  CLI::App* command = app.add_subcommand("status", "Print the status of a parameter server");
+  auto options = std::make_shared<StatusOptions>();
+  command->add_option("--server", options->dial.address, "The address of the server")
+      ->type_name("HOST:PORT")
+      ->capture_default_str();
+  command->add_option("--timeout", options->timeout, "How long to wait for the answer, in seconds")
       ->type_name("S")
       ->check(CLI::Range(0.01, 1e6))
       ->capture_default_str();
-  command->add_flag("--json", options->json, "All of it, as JSON");
+  command->add_flag("--json", options->json, "Print the whole status as JSON");
   add_security(*command, options->dial.security, false);
   command->footer("Example:\n  gradwire status --server 127.0.0.1:7070");
   command->callback([&action, options] {

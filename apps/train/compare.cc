@@ -14,6 +14,7 @@
 #include "cli/files.h"
 #include "cli/options.h"
 #include "gradwire/error.h"
+#include "gradwire/rules.h"
 #include "report/report.h"
 #include "report/report_run.h"
 #include "train/console_reporter.h"

@@ -5,9 +5,9 @@
 //   codec.str()                // "qsgd:bits=4,bucket=1024,norm=max,rounding=random": canonical, every parameter
 //   codec.bytes(1'000'000)     // what a tensor of a million elements takes in a message
 //
-// Some codecs learn: levels, clusters, a number of bits. What was learned is a small table that is part of the codec: it travels in
-// the message beside the spec, so a decoder needs nothing else. A codec without a table uses defaults of its own. Fitting to one tensor, and
-// learning step by step with other ranks: learn.h.
+// Some codecs learn: levels, clusters, a number of bits. What was learned is a small table that is part of the codec:
+// it travels in the message beside the spec, so a decoder needs nothing else. A codec without a table uses defaults of
+// its own. Fitting to one tensor, and learning step by step with other ranks: learn.h.
 //
 // The size depends on (codec, count) alone, never on the values, so sizes are known before any data exist.
 #pragma once
@@ -21,19 +21,23 @@
 
 namespace gradwire {
 
-struct Scheme;  // what a driver needs to know of a codec: src/device/scheme.h
+struct Scheme;    // what a driver needs to know of a codec: src/device/scheme.h
+struct CodecDef;  // how a codec defines itself: src/codec/define.h
+struct UnitOps;   // how a codec with units of its own is run: src/codec/unit.h
 
 struct ParameterInfo {
   std::string name;
   std::string fallback;  // the default value
   std::string allowed;   // in words, e.g. "an integer from 2 to 8"
   std::string meaning;
+  bool learning = false;  // says how the codec learns: it is no part of a message
 };
 
 struct CodecInfo {
   std::string name;
   std::string summary;
-  std::string example;
+  std::string example;             // what a user would write
+  std::vector<std::string> specs;  // worth testing: the name alone, the example and more; learning parameters aside
   std::vector<ParameterInfo> parameters;
 };
 
@@ -42,7 +46,7 @@ struct Traits {
   bool lossless;        // decode(encode(x)) == x for every finite f32
   bool unbiased;        // E[decode(encode(x))] == x
   bool feedback;        // error feedback is on unless a user says otherwise
-  uint64_t unit;        // elements that share side values and a not-a-number marker; 0: the whole tensor
+  uint64_t unit;        // elements that share scales and a not-a-number marker; 0: the whole tensor
   bool learns = false;  // has a table that can be fitted to data
 };
 
@@ -51,6 +55,12 @@ class Codec {
   Codec();                                    // fp32
   static Codec parse(std::string_view spec);  // throws Error{usage} naming the field, the value and what is allowed
   std::string str() const;                    // parse(str()) == *this
+
+  // The spec as a message carries it: the name and the parameters that say how a step is encoded, without those that
+  // say how the sender learns. A codec can gain a learning option without a change of its messages. parse_wire() is the
+  // inverse, with the defaults of the learning parameters; it refuses a text that names one of them.
+  std::string wire_spec() const;
+  static Codec parse_wire(std::string_view spec);
   const std::string& name() const;
   Traits traits() const;
   uint64_t bytes(uint64_t count) const;  // body bytes of one tensor in a message (alignment not counted)
@@ -61,7 +71,9 @@ class Codec {
   Codec fitted(std::span<const uint32_t> table) const;  // throws Error{usage, "table"} naming what is wrong with it
   std::vector<std::string> describe() const;            // the table in words, for people; empty without one
   const Scheme& scheme() const;
+  const UnitOps* unit_ops() const;                         // null for codecs that turn each element into a code
   friend bool operator==(const Codec& a, const Codec& b);  // spec and table
+  friend const CodecDef& definition_of(const Codec& codec);
 
  private:
   struct Impl;

@@ -1,13 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compressed collectives over any Engine and any Codec. After each, all ranks hold bit-identical results: every rank
-// also decodes what it sent itself.
+// Compressed collectives over any Engine and any Codec. After each, all ranks hold bit-identical results: every rank also
+// decodes what it sent itself.
 //
-//   gather    everybody gets every message and averages the decoded tensors. What the papers do; bytes grow with W.
-//   scatter   each rank owns shards: all-to-all of encoded shards, decode and add in rank order, encode the mean once
-//             more, all-gather. Bytes do not grow with W. The second encoding is a one-sender problem: by default it
-//             rounds to nearest and carries the owner's residual.
+//   all_reduce(engine, gradient, "qsgd:bits=4");              // one call: the mean over all ranks, in place
 //
-// Shards are functions of (tensor name, element index, world): how tensors are grouped into calls changes nothing.
+//   Reducer reducer(engine, {{"weight", n}}, {.up = "qsgd:bits=4"});     // step after step, with error feedback
+//   for (uint64_t step = 0; step < steps; ++step) reducer.run(step, gradient, mean);
+//
+// There are two methods:
+//
+//   gather    every rank gets the messages of all ranks and averages the decoded tensors. This is what the papers do; the
+//             bytes grow with the number of ranks.
+//   scatter   every rank owns shards: an all-to-all of encoded shards, decode and add in rank order, encode the mean once
+//             more, all-gather. The bytes do not grow with the number of ranks. The second encoding has one sender, so by
+//             default it rounds to nearest and feeds the owner's residual back.
+//
+// Shards are functions of (tensor name, element index, number of ranks): how tensors are grouped into calls changes nothing.
+//
+// Threads: every rank calls from one thread. A Reducer belongs to the thread that made it; its steps run on a thread of
+// their own, which all reducers on one engine share.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +30,7 @@
 
 #include "gradwire/engine.h"
 #include "gradwire/feedback.h"
+#include "gradwire/rules.h"
 
 namespace gradwire {
 
@@ -29,7 +41,7 @@ struct NamedTensor {
   int dimensions = 2;  // for the rule `1d`
 };
 
-// A part of a tensor and the rank that owns it.
+// A run of elements of a tensor, and the rank that owns it.
 struct Shard {
   size_t tensor;   // index in the caller's list
   uint64_t first;  // element
@@ -37,31 +49,37 @@ struct Shard {
   int owner;
 };
 
-// Large tensors are cut at multiples of kPieceGrain and dealt over the ranks; small ones go whole to an owner by name.
+// Large tensors are cut at multiples of kPieceGrain and spread over the ranks; a small one goes whole to the owner that
+// follows from its name.
 std::vector<Shard> shards(std::span<const NamedTensor> tensors, int world);
 
 struct ReduceOptions {
   enum class Method { gather, scatter };
   enum class Op { mean, sum };
   enum class Feedback { codec, on, off };  // codec: as the codec's traits say
+  enum class Commit { if_finite, manual };
   Method method = Method::scatter;
   Op op = Op::mean;
-  std::string up = "qsgd:bits=4";  // a spec or rules
-  std::string down = {};           // scatter; empty: as up, rounded to nearest where the codec can
+  std::string up = "qsgd:bits=4";  // a spec or rules (rules.h)
+  std::string down = {};           // scatter only; empty: as up, rounded to nearest where the codec can
   Feedback feedback = Feedback::codec;
-  Feedback owner_feedback = Feedback::on;
-  DType residual = DType::f32;
+  Feedback owner_feedback = Feedback::on;  // scatter: of the second encoding
+  DType residual = DType::f32;             // f32 or bf16
   uint64_t seed = 0;
-  // Where tensors, residuals and sums live and codecs run; ranks may differ in it, results do not. On a GPU all pointers
-  // are device pointers and work is enqueued on device.stream: whatever writes the inputs must come before it there when
-  // the call is made. Outputs are complete when the call, or the handle's wait(), returns. Ranks that are threads of one
-  // process want a stream each: on the default stream, which null means, they would wait for each other.
+  // if_finite: a step commits itself if all of its results are finite. All ranks hold the same results, so they decide
+  // alike; a step with a NaN or an Inf changes no residual and teaches no codec. manual: the caller decides on every step
+  // with commit(step) or rollback(step), for example because several reducers belong to one step.
+  Commit commit = Commit::if_finite;
+  // Where tensors, residuals and sums are and codecs run. Ranks may differ in it; the results do not. On a GPU all pointers
+  // are device pointers and work is enqueued on device.stream: what writes the inputs must be enqueued there before the
+  // call. Outputs are complete when the call, or the handle's wait(), returns. Ranks that are threads of one process need
+  // a stream each: on the default stream, which null means, they would wait for each other.
   Device device = {};
 };
 
-// Where a rank's time went, in seconds. encode and decode are processor time of the thread that does the work where the
-// CPU does it alone, and wall time where others help it (device.threads > 1, or a GPU). What is learned counts as
-// encode, adding up and dividing as decode. wait: wall time in the engine, for peers and for bytes.
+// Where the time of a rank went, in seconds. encode and decode are processor time of the thread that does the work if it
+// works alone, and wall time if other threads (device.threads > 1) or a GPU help it. Learning counts as encode; adding,
+// dividing and the check for finite results count as decode. wait is wall time in the engine, for peers and for bytes.
 struct ReduceTimes {
   double encode = 0, wait = 0, decode = 0;
 };
@@ -69,37 +87,49 @@ struct ReduceTimes {
 // Bytes held, on the host and on the device together.
 struct ReduceMemory {
   uint64_t residuals = 0;  // both copies
-  uint64_t messages = 0;   // sent and received, and what they pass through on the way to a GPU
-  uint64_t sums = 0;       // f32 values that cannot stand in the outputs
+  uint64_t messages = 0;   // sent and received, and the buffers between host and GPU
+  uint64_t sums = 0;       // f32 sums that do not fit in the outputs
 };
 
-// All-reduce of a fixed list of tensors, step after step. Construction is collective: ranks exchange a signature of
-// (names, counts, dtypes, specs, method) and are told, before data move, who disagrees about what.
+// All-reduce of a fixed list of tensors, step after step. Construction is collective: ranks compare (names, counts, dtypes,
+// codecs, options), and an Error{mismatch} names the rank and the field that differ before any data move. Options without
+// a meaning, such as a down codec for the method gather, are refused by name.
 class Reducer {
  public:
-  Reducer(Engine& engine, std::vector<NamedTensor> tensors, const ReduceOptions& options);
+  using FloatInputs = std::span<const std::span<const float>>;
+  using FloatOutputs = std::span<const std::span<float>>;
+
+  Reducer(Engine& engine, std::vector<NamedTensor> tensors, const ReduceOptions& options);  // engine must outlive it
   ~Reducer();
 
-  // in[i], out[i] hold tensors[i]; they may be the same memory. Runs on a thread of its own, shared by all reducers on
-  // the engine, in the order of the calls; the handle's wait() throws what went wrong. A step that failed has changed no
-  // residual. Where only one rank's arguments are wrong, or ranks disagree about step or loss_scale, all are told before
-  // data move, and can go on; any later failure poisons the engine.
+  // Tensor i of the list is read from in[i] and its result written to out[i]; they may be the same memory, and must stay
+  // until the handle's wait() returns. Spans of floats are for tensors that are all f32, and their sizes are checked;
+  // pointers are for any type. Steps run in the order of the calls; wait() throws what went wrong. A step that failed has
+  // changed no residual. If only one rank's arguments are wrong, or ranks disagree about step or loss_scale, all ranks are
+  // told before data move, and can go on; any later failure poisons the engine.
   Handle start(uint64_t step, std::span<const void* const> in, std::span<void* const> out, float loss_scale = 1.0f);
+  Handle start(uint64_t step, FloatInputs in, FloatOutputs out, float loss_scale = 1.0f);
+  // start() and wait().
   void run(uint64_t step, std::span<const void* const> in, std::span<void* const> out, float loss_scale = 1.0f);
+  void run(uint64_t step, FloatInputs in, FloatOutputs out, float loss_scale = 1.0f);
+  void run(uint64_t step, std::span<const float> in, std::span<float> out, float loss_scale = 1.0f);  // of one tensor
 
-  // After the results are seen (all ranks see the same bits, so all decide alike). A reducer that keeps residuals
-  // refuses another step until this one is decided.
+  // With Commit::manual, after the results are seen. All ranks must decide alike. A reducer that keeps residuals refuses
+  // another step until this one is decided. With Commit::if_finite both are refused.
   void commit(uint64_t step);
   void rollback(uint64_t step);
+  // Steps that were not committed because a result was not finite. Without residuals and codecs that learn there is
+  // nothing to commit, and results are not checked.
+  uint64_t skipped() const;
 
-  // Codecs that learn (learn.h) do so by themselves: evidence is gathered from all ranks after a step, and what was learned is kept in
-  // feedback() as notes, so that it is saved and restored with the residuals.
-  void set_rate(double rate);                  // the learning rate of the steps to come, for codecs that follow it
-  std::vector<Codec> codecs(Side side) const;  // of the last step, per tensor, with what they had learned
+  // Codecs that learn (learn.h) do so by themselves: statistics are gathered from all ranks after a step, and what was
+  // learned is kept in feedback() as extra state, so that it is saved and restored with the residuals.
+  void set_rate(double rate);  // the learning rate of the steps to come, for codecs that follow it
+  std::vector<Codec> codecs(Direction direction) const;  // of the last step, per tensor, with what they had learned
 
-  // A state to go on with is assigned to it; it must have been loaded for the device of the options.
+  // To restore a saved state, assign it to this; it must have been loaded for the device of the options.
   ErrorFeedback& feedback();
-  uint64_t message_bytes() const;  // bytes this rank sends to others in the last step, or the first one, evidence aside
+  uint64_t message_bytes() const;  // that this rank sends to others in the last step, or the first; without statistics
   ReduceTimes times() const;       // of all steps so far; waits, as memory() does, until the steps started have run
   ReduceMemory memory() const;
 
@@ -108,13 +138,19 @@ class Reducer {
   std::unique_ptr<State> state_;
 };
 
-// The halves alone, on one tensor list each (what FSDP needs). Options: up codec for reduce_scatter, down for all_gather.
+// The mean of `data` over all ranks (or the sum, by the options), in place, in one call. Nothing is kept between calls, so
+// there is no error feedback: an option that asks for it is refused. Random codecs draw other bits for another `step`.
+void all_reduce(Engine& engine, std::span<float> data, const std::string& codec, uint64_t step = 0);
+void all_reduce(Engine& engine, std::span<float> data, const ReduceOptions& options, uint64_t step = 0);
+
+// The two directions by themselves, each on one list of tensors, as FSDP needs them: the up codec is for reduce_scatter, the
+// down codec for all_gather. The caller owns the residuals and decides on the step; after an error it must roll it back.
 // reduce_scatter: out holds this rank's shards, in the order of shards(), back to back, as f32.
 void reduce_scatter(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,
                     std::span<const void* const> in, std::span<float> out, ErrorFeedback* feedback = nullptr);
 void all_gather(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,
                 std::span<const float> mine, std::span<void* const> out, ErrorFeedback* feedback = nullptr);
-// The root's tensors reach everybody, the root's own copy included, as the codec `down` (or up, if empty) leaves them.
+// The root's tensors reach all ranks, the root included, as the codec `down` (or up, if that is empty) leaves them.
 void broadcast(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,
                int root, std::span<void* const> tensors_data, ErrorFeedback* feedback = nullptr);
 

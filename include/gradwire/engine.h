@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// An Engine moves bytes between ranks and knows nothing of what they mean. Every operation is asynchronous: it
-// returns a Handle, and the buffers belong to the engine until wait() returns. All ranks of an engine must start the
-// same operations in the same order.
+// An Engine moves bytes between ranks and does not know what they mean. Every operation is asynchronous: it returns a
+// Handle, and the buffers belong to the engine until wait() returns. All ranks of an engine must start the same operations
+// in the same order.
 //
-// A peer that does not answer within the time-out, or dies, is an Error{engine} that names its rank; the engine is
-// then poisoned: every later call on it fails at once with the same words, on every rank that can still be reached.
-// Never a hang, never wrong data. A peer that sends another length than expected is an Error{mismatch}.
+// A peer that does not answer within the time-out, or dies, causes an Error{engine} that names its rank. The engine is then
+// poisoned: every later call on it fails at once with the same message, on every rank that can still be reached. There is
+// never a hang and never wrong data. A peer that sends another length than expected causes an Error{mismatch}.
+//
+// Threads: an engine and its handles belong to one thread. While a Reducer exists on an engine, its operations run on the
+// reducer's thread, and the program must not start others.
 #pragma once
 
 #include <chrono>
@@ -22,8 +25,8 @@ namespace gradwire {
 using Bytes = std::span<std::byte>;
 using ConstBytes = std::span<const std::byte>;
 
-// One operation under way. wait() may be called once; it throws what went wrong. Dropping a handle waits for it and
-// swallows the error (the engine stays poisoned, so it cannot be missed).
+// One operation under way. wait() may be called once; it throws what went wrong. Destroying a handle waits
+// for the operation and drops its error; the engine stays poisoned, so the next call reports it.
 class Handle {
  public:
   struct State {
@@ -48,9 +51,9 @@ class Engine {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  // send[p] goes to rank p; recv[p] comes from rank p (one's own included). Sizes may differ, also be zero.
+  // send[p] goes to rank p; recv[p] comes from rank p (this rank's own included). Sizes may differ, also be zero.
   virtual Handle all_to_all(std::span<const ConstBytes> send, std::span<const Bytes> recv) = 0;
-  // `mine` goes to everybody; recv[p] comes from rank p (one's own included). `mine` may be recv[rank()] itself.
+  // `mine` goes to all ranks; recv[p] comes from rank p (this rank's own included). `mine` may be recv[rank()] itself.
   virtual Handle all_gather(ConstBytes mine, std::span<const Bytes> recv) = 0;
   virtual Handle broadcast(Bytes data, int root) = 0;
   virtual Handle barrier() = 0;
@@ -63,16 +66,13 @@ class Engine {
   virtual void poison(const std::string& why) = 0;                  // make every later call fail, on all ranks
 };
 
-// Threads in one process: the embedded engine and the test bed. engines[r] is rank r's; each is used by one thread.
+// Ranks that are threads of one process. engines[r] belongs to rank r; each is used by one thread.
 std::vector<std::unique_ptr<Engine>> make_loopback(int world);
 
-// Runs body(engine) for every rank on a thread of its own. What one throws poisons its engine; after all have ended,
-// the first error in time is rethrown, not one that followed from it.
+// Runs body(engine) for every rank on a thread of its own. An exception poisons the engine of its rank; after all ranks
+// have ended, the first exception in time is rethrown, not one that followed from it.
 void run_loopback(int world, const std::function<void(Engine&)>& body);
 
-// MPI (only in builds that found it: mpi_built()). `communicator` is a pointer to an MPI_Comm, or null for
-// MPI_COMM_WORLD; it is duplicated. MPI must be initialised by the caller with MPI_THREAD_MULTIPLE, and is never finalised here.
-bool mpi_built();
-std::unique_ptr<Engine> make_mpi(const void* communicator = nullptr);
+bool mpi_built();  // this build has the engine of mpi.h
 
 }  // namespace gradwire

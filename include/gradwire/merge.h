@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The second way to average messages of `casq:mode=paper,counts=on` (CASQ's "merge"): the senders' tables are averaged bucket by bucket, weighted
-// by their counts, and every element takes the mean over the senders of its bucket there. Tables are small, so their sum may ride an all-reduce, and
-// a receiver looks up one table instead of W; the price is an error where senders differ. Decoding each message and averaging is exact.
+// A second way to average messages of `casq:mode=paper,counts=on` (CASQ's "merge"). The tables of the senders are
+// averaged bucket by bucket, weighted by their counts, and every element takes the mean over the senders of its bucket
+// there. Tables are small, so that their sum may be all-reduced, and a receiver looks up one table instead of W. The
+// price is an error where senders differ; decoding each message and averaging the results is exact.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +14,9 @@ namespace gradwire {
 
 bool can_merge(const Plan& plan);  // every tensor is of a codec whose tables can be merged
 
-// out[i] gets the mean of tensor i, as f32. Throws Error{frame} naming the field for a message that is not one of this plan, and
-// Error{usage} for a plan that cannot be merged. An element that any sender marked as not a number is one.
+// out[i] gets the mean of tensor i, as f32. An element that any sender marked as not a number becomes NaN. Throws
+// Error{frame} naming the field for a message that is not one of this plan, and Error{usage} for a plan that cannot be
+// merged.
 void decode_merged(const Plan& plan, std::span<const std::span<const std::byte>> messages, std::span<float* const> out);
 
 }  // namespace gradwire

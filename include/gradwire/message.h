@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading a message's head: what it says of itself, checked before anything is believed. The format is
+// Reading the head of a message: every field is checked before anything relies on it. The format is described in
 // docs/wire-format.md.
 #pragma once
 
@@ -12,11 +12,14 @@
 
 namespace gradwire {
 
-inline constexpr uint16_t kWireVersion = 1;
+inline constexpr uint16_t kWireVersion = 2;
 
-// What a reader is ready to accept; a head that asks for more is refused before memory is taken.
+// All tensors of one message together hold at most this many elements, whatever limit a reader gives.
+inline constexpr uint64_t kMaxElements = uint64_t{1} << 40;
+
+// What a reader is ready to accept. A head that asks for more is refused before memory is allocated.
 struct Limits {
-  uint64_t max_elements = uint64_t{1} << 40;  // of all tensors together
+  uint64_t max_elements = kMaxElements;  // of all tensors together
   uint32_t max_tensors = 1u << 20;
 };
 
@@ -27,18 +30,19 @@ struct Head {
   uint32_t head_bytes;
   uint64_t head_check;
   uint64_t body_check;
-  std::vector<TensorSpec> tensors;     // names unknown: name_hash is set
+  uint32_t spec_count;                 // different codecs, each with its table
+  std::vector<TensorSpec> tensors;     // a message carries name_hash in place of the name, and no learning parameters
   std::vector<uint64_t> body_offsets;  // bytes from the start of the body
 };
 
-// Throws Error{frame}. Checks every field of the head, and that the sizes add up to `message`; not the body's
-// checksum (Runner::decode does, and verify_body).
+// Checks every field of the head, and that the sizes add up to the size of `message`; throws Error{frame}, which names
+// the field. The checksum of the body is checked by Runner::decode and by verify_body().
 Head read_head(std::span<const std::byte> message, const Limits& limits = {});
 
 // Throws Error{frame, "body_check"} when the body was altered.
 void verify_body(std::span<const std::byte> message, const Head& head);
 
-// Recomputes both checksums in place: for tests that throw lies at the checks behind the checksums.
+// Recomputes both checksums in place, so that tests reach the checks behind them with malformed messages.
 void reseal(std::span<std::byte> message);
 
 }  // namespace gradwire

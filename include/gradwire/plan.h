@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Plan is a list of named tensors with a codec each, and the layout of the one message that carries them. It is
-// built once (a model has hundreds of small tensors: one plan, one launch, one message); encoding and decoding then
-// neither allocate nor, on a GPU, synchronise. A single frame is a message of one tensor.
+// A Plan is a list of named tensors, each with a codec, and the layout of the one message that carries them. A plan is
+// built once, and calls of encode and decode then neither allocate nor, on a GPU, synchronise. A model has hundreds of
+// small tensors: with one plan they take one launch and one message. A frame is a message of one tensor.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,11 @@
 
 namespace gradwire {
 
-// Elements between two places where a tensor may be cut in pieces: a multiple of every unit (bucket, tile).
+// A tensor may be split into pieces at multiples of this many elements, which every unit (bucket, tile) divides.
 inline constexpr uint64_t kPieceGrain = 32768;
+
+// A message carries the shape of a tensor with at most this many dimensions.
+inline constexpr size_t kMaxDims = 8;
 
 uint64_t hash_name(std::string_view name);
 
@@ -28,12 +31,14 @@ struct TensorSpec {
   DType dtype = DType::f32;
   Codec codec;
   uint64_t first = 0;                   // of a piece of a larger tensor: index of its first element in that tensor
-  std::optional<uint64_t> name_hash{};  // read from a message, which carries the hash alone
+  std::optional<uint64_t> name_hash{};  // set where the tensor was read from a message, which carries the hash alone
+  std::vector<uint64_t> shape{};        // extents, whose product is `count`; empty: the message carries no shape
 };
 
-// Who sends what when. Written into the header; with the seed, the key of the random bits.
+// Which rank sends, in which step and direction. The header carries it; together with the seed it is the key of the
+// random bits.
 struct Stamp {
-  uint64_t seed = 0;  // does not travel
+  uint64_t seed = 0;  // no part of a message: decoding needs no random bits
   uint64_t step = 0;
   uint32_t stage = 0;  // 0 up (worker to owner), 1 down (owner to all); other numbers are the caller's
   uint32_t rank = 0;
@@ -58,7 +63,7 @@ class Plan {
   std::unique_ptr<Layout> layout_;
 };
 
-// Bytes of a message that carries one tensor: Plan({{"", count, dtype, codec}}).message_bytes().
+// The bytes of a message that carries one tensor without a shape: Plan({{"", count, dtype, codec}}).message_bytes().
 size_t bound(const Codec& codec, uint64_t count);
 
 }  // namespace gradwire

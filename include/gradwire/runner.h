@@ -3,6 +3,10 @@
 // runner owns the tables and the workspace that the plan needs there, made once in make_runner(). The bytes it
 // produces do not depend on the device, the vector width, the number of threads or the grouping of tensors.
 //
+// A runner is used by one thread at a time: no two of its functions may run at once, wait() and poll() included.
+// Different runners are independent, also those of one plan. On the CPU a call returns when its work is done;
+// Device::threads says how many threads share it. On a GPU a call enqueues its work on the stream and returns.
+//
 //   Plan plan({{"layer.weight", 1'000'000, DType::f32, Codec::parse("qsgd:bits=4")}});
 //   auto runner = make_runner(plan, Device{});
 //   std::vector<std::byte> message(plan.message_bytes());
@@ -25,15 +29,14 @@ namespace gradwire {
 struct Device {
   enum class Kind { cpu, cuda };
   Kind kind = Kind::cpu;
-  int threads = 1;  // cpu
-  std::string simd =
-      {};         // cpu: "" the best the processor has, "scalar" the reference loop, or a name of simd_targets()
-  int index = 0;  // cuda
+  int threads = 1;         // cpu
+  std::string simd = {};   // cpu: "" the best the processor has, "scalar" the reference loop, or one of simd_targets()
+  int index = 0;           // cuda
   void* stream = nullptr;  // cuda: a cudaStream_t
 };
 
 // Error feedback in the encode pass: x = g + loss_scale * before; after = (x - decode(encode(x))) / loss_scale.
-// One entry a tensor; null pointers mean no feedback for that tensor. `before` and `after` may not overlap. A unit
+// One entry per tensor; null pointers mean no feedback for that tensor. `before` and `after` may not overlap. A unit
 // that holds a NaN or an Inf keeps its residual: after = before.
 struct Residuals {
   std::span<const void* const> before;
@@ -64,21 +67,22 @@ class Runner {
   virtual void decode(std::span<const std::byte> message, std::span<void* const> tensors, Write write = Write::set,
                       const Stamp* expected = nullptr) = 0;
 
-  // For those who learn from what is sent (learn.h). Both hand out memory of the runner's on the host, which holds the values after wait() and
-  // until the next call of the same function: the picked blocks as f32, feedback added, zeros behind a tensor's end; and the first
-  // side word of every unit of the tensors `which`, in order, from a message that this runner encoded.
+  // What learning codecs are fitted to (learn.h). Both functions return memory of the runner on the host. It holds the
+  // values after wait() and until the next call of the same function. sample() gives the picked blocks as f32, feedback
+  // added, with zeros behind the end of a tensor. scales() gives the first scale word of every unit of the tensors
+  // `which`, in order, from a message that this runner encoded.
   virtual std::span<const float> sample(std::span<const void* const> tensors, const Residuals* residuals,
                                         std::span<const Pick> picks) = 0;
-  virtual std::span<const uint32_t> sides(std::span<const std::byte> message, std::span<const uint32_t> which) = 0;
+  virtual std::span<const uint32_t> scales(std::span<const std::byte> message, std::span<const uint32_t> which) = 0;
 
   virtual void wait() = 0;  // until everything enqueued is done; throws what went wrong
-  virtual void
-  poll() = 0;  // throws what was found wrong by an earlier poll's time; on a GPU it only enqueues a question
+  virtual void poll() = 0;  // reports errors that were found before the previous poll(); never blocks
   virtual const Plan& plan() const = 0;
 };
 
-// The plan must outlive the runner.
+// The plan must outlive the runner, so it may not be a temporary.
 std::unique_ptr<Runner> make_runner(const Plan& plan, const Device& device);
+std::unique_ptr<Runner> make_runner(Plan&& plan, const Device& device) = delete;
 
 std::vector<std::string> simd_targets();  // the vector targets that this build has and this processor runs, best first
 bool cuda_built();                        // this build has the CUDA drivers

@@ -8,9 +8,10 @@
     >>> restored.shape, len(frame) < gradient.nbytes / 10
     ((100000,), True)
 
-`codecs()` lists the codecs; a codec is one string everywhere. `Plan` puts many tensors into one message,
-`ErrorFeedback` keeps what is still owed, `inspect` reads a frame's head. `gradwire.torch` compresses the gradients of
-DDP and FSDP2 with one line. From a shell: python -m gradwire doctor | bench | codecs.
+A codec says how one tensor is encoded: a string such as "optquant:bits=3", or a `Codec`. `codecs()` lists them. `Rules`
+map tensor names to codecs. `Plan` puts many tensors into one message, `ErrorFeedback` keeps residuals, and `inspect`
+reads the head of a frame. `gradwire.torch` compresses what DDP and FSDP2 send, with one line. From a shell:
+python -m gradwire doctor | bench | codecs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ __version__: str = _core.version
 
 
 def codecs() -> List[Dict[str, Any]]:
-    """The codecs, a dict each: its name, summary, example, traits and parameters with what they allow.
+    """Lists the codecs. Each is a dict with its name, a summary, an example, its traits, and its parameters with their
+    allowed values.
 
     >>> import gradwire
     >>> [info["codec"] for info in gradwire.codecs()][:4]

@@ -36,11 +36,14 @@ def codecs(as_json: bool) -> None:
             print(json.dumps(row))
         return
     width = max(len(f"{p['name']}={p['default']}") for row in rows for p in row["parameters"])
-    print("A codec is written NAME or NAME:parameter=value,parameter=value; parameters left out take their default.")
+    print(
+        "A codec is written NAME or NAME:parameter=value,parameter=value. Parameters that are not given have their "
+        "default."
+    )
     for row in rows:
         kind = "lossless" if row["lossless"] else "unbiased" if row["unbiased"] else "biased"
         unit = (
-            ", one unit a tensor"
+            ", one unit per tensor"
             if row["unit"] == 0
             else f", units of {row['unit']} elements"
             if row["unit"] > 1
@@ -73,14 +76,14 @@ def _parser() -> _Parser:
     }
     made = {name: commands.add_parser(name, help=text, description=text) for name, text in about.items()}
     for name in ("doctor", "codecs", "bench"):
-        made[name].add_argument("--json", action="store_true", help="JSON: one object, or one a line")
+        made[name].add_argument("--json", action="store_true", help="print JSON: one object, or one per line")
     options = made["bench"]
     options.add_argument(
         "--codec",
         action="append",
         default=[],
-        metavar="SPEC",
-        help="codec and parameters, or all; may be given several times [all]",
+        metavar="CODEC",
+        help="a codec such as qsgd:bits=4, or all; may be given several times [all]",
     )
     options.add_argument("--elements", type=int, default=1 << 24, metavar="N", help="elements of the tensor [16777216]")
     options.add_argument(

@@ -3,8 +3,8 @@
 addresses only, so everything that could go wrong with memory is looked at here, and refused with one sentence.
 
 A View is an array whose elements lie side by side, with its address, size and dtype ("f32", "f16" or "bf16"); `home` is
-where it lives: None for the host, or the index of a CUDA device. torch is never imported here: whoever passes a
-tensor has done so.
+where it lives: None for the host, or the index of a CUDA device. torch is never imported here: a caller that passes
+a tensor has done so.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class View(NamedTuple):
 
 
 def torch_module() -> Any:
-    """torch if somebody has imported it, else None."""
+    """torch if it has been imported, otherwise None."""
     return sys.modules.get("torch")
 
 

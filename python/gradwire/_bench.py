@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m gradwire bench`: how fast codecs encode and decode through this package, next to a plain copy of the same
-tensor. The result is verified first, against the scalar reference; then every round times copy, encode, copy, decode,
-so that each is compared with a copy made moments before, and medians over rounds are reported.
+tensor. The result is verified first, against the scalar reference. Then every round times copy, encode, copy, decode,
+so that each is compared with a copy made moments before. Medians over the rounds are reported.
+
+    ratio    fp32 bytes / bytes of the frame: larger is better
+    error    squared relative error, ||x - x'||^2 / ||x||^2
 """
 
 from __future__ import annotations
@@ -118,11 +121,11 @@ def _error(values: Any, decoded: Any) -> float:
     exact = values.astype(np.float64)
     norm = float(np.dot(exact, exact))
     difference = decoded.astype(np.float64) - exact
-    return float(np.sqrt(np.dot(difference, difference) / norm)) if norm else 0.0
+    return float(np.dot(difference, difference)) / norm if norm else 0.0
 
 
-def measure(place: Any, spec: str, values: Any, rounds: int) -> Dict[str, Any]:
-    codec = fit(_core.Codec(spec), values[: 1 << 20])  # one that learns is timed with what it would have learned
+def measure(place: Any, given: str, values: Any, rounds: int) -> Dict[str, Any]:
+    codec = fit(_core.Codec(given), values[: 1 << 20])  # one that learns is timed with what it would have learned
     _verify(place, codec, values)
     plan = Plan([("bench", values.size, "float32", codec)])
     tensor, out, message = place.put(values), place.put(np.zeros_like(values)), place.room(plan.nbytes)
@@ -136,7 +139,7 @@ def measure(place: Any, spec: str, values: Any, rounds: int) -> Dict[str, Any]:
     if not np.isfinite(error) or (codec.lossless and error != 0):
         raise RuntimeError(f"verification failed: {codec}: relative error {error}")
     times: Dict[str, List[float]] = {"copy": [], "encode": [], "decode": []}
-    ratios: Dict[str, List[float]] = {"encode": [], "decode": []}
+    of_copy: Dict[str, List[float]] = {"encode": [], "decode": []}
     target = place.put(np.zeros_like(values))
     for number in range(-1, rounds):  # the first only warms up
         for name, work in works.items():
@@ -144,33 +147,34 @@ def measure(place: Any, spec: str, values: Any, rounds: int) -> Dict[str, Any]:
             if number >= 0:
                 times["copy"].append(copy)
                 times[name].append(own)
-                ratios[name].append(copy / own)
+                of_copy[name].append(copy / own)
     rate = {name: 4e-9 * values.size / statistics.median(seconds) for name, seconds in times.items()}
     return {
-        "codec": spec,
+        "codec": given,
         "spec": str(codec),
         "device": place.name,
         "threads": place.threads,
         "elements": values.size,
         "bits_per_element": 8.0 * plan.nbytes / values.size,
-        "relative_l2_error": error,
+        "ratio": 4.0 * values.size / plan.nbytes,
+        "error": error,
         "encode_GBps": rate["encode"],
         "decode_GBps": rate["decode"],
         "copy_GBps": rate["copy"],
-        "encode_of_copy": statistics.median(ratios["encode"]),
-        "decode_of_copy": statistics.median(ratios["decode"]),
+        "encode_of_copy": statistics.median(of_copy["encode"]),
+        "decode_of_copy": statistics.median(of_copy["decode"]),
         "rounds": rounds,
     }
 
 
-def bench(specs: List[str], elements: int, device: str, threads: int, rounds: int, as_json: bool) -> None:
+def bench(codecs: List[str], elements: int, device: str, threads: int, rounds: int, as_json: bool) -> None:
     for name, value in (("elements", elements), ("rounds", rounds)):
         if value < 1:
             raise UsageError(f"{name} is {value}; allowed is an integer from 1 on", field=name)
     every = [info["codec"] for info in _core.codecs()]
-    specs = [spec for given in specs or ["all"] for spec in (every if given == "all" else [given])]
-    for spec in specs:
-        _core.Codec(spec)  # a wrong one is refused before anything is measured
+    codecs = [codec for given in codecs or ["all"] for codec in (every if given == "all" else [given])]
+    for codec in codecs:
+        _core.Codec(codec)  # a wrong one is refused before anything is measured
     usable = bool(_core.cuda_devices()) and device == "auto" and _sees_cuda()
     places: List[Any] = [_Cpu(_arrays.threads_for(elements, threads))] if device in ("auto", "cpu") else []
     if device == "cuda" or usable:
@@ -178,10 +182,10 @@ def bench(specs: List[str], elements: int, device: str, threads: int, rounds: in
     values = gradient(elements)
     rows: List[Dict[str, Any]] = []
     for place in places:
-        for spec in specs:
+        for codec in codecs:
             if sys.stderr.isatty():
-                print(f"\r{place.name}: {spec:<60.60}", end="\r", file=sys.stderr)
-            rows.append(measure(place, spec, values, rounds))
+                print(f"\r{place.name}: {codec:<60.60}", end="\r", file=sys.stderr)
+            rows.append(measure(place, codec, values, rounds))
             if as_json:
                 print(json.dumps(rows[-1]), flush=True)
     if not as_json:
@@ -209,14 +213,19 @@ def _page(rows: List[Dict[str, Any]]) -> None:
             f"\n{here[0]['elements']:,} float32 elements on {where}; verified; "
             f"medians of {here[0]['rounds']} interleaved rounds\n"
         )
-        print(f"{'codec':<{width}}  bits/element  relative L2    encode    decode      copy  encode/copy  decode/copy")
+        print(
+            f"{'codec':<{width}}  bits/element   ratio     error    encode    decode      copy  encode/copy  "
+            "decode/copy"
+        )
         for row in here:
             print(
-                f"{row['codec']:<{width}}  {row['bits_per_element']:12.3f}  {row['relative_l2_error']:11.3g}"
+                f"{row['codec']:<{width}}  {row['bits_per_element']:12.3f}  {row['ratio']:6.2f}  "
+                f"{row['error']:8.3g}"
                 f"  {row['encode_GBps']:8.2f}  {row['decode_GBps']:8.2f}  {row['copy_GBps']:8.2f}"
                 f"  {row['encode_of_copy']:11.2f}  {row['decode_of_copy']:11.2f}"
             )
     print(
-        "\nencode, decode, copy: GB of float32 tensor per second; relative L2: |x - y| / |x|."
-        "\n/copy: speed over that of a plain copy of the tensor, by one thread or by the GPU."
+        "\nratio: fp32 bytes / bytes of the frame. error: squared relative error, |x - y|^2 / |x|^2."
+        "\nencode, decode, copy: GB of float32 tensor per second."
+        "\n/copy: the speed divided by that of a plain copy of the tensor, by one thread or by the GPU."
     )

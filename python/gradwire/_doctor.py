@@ -74,7 +74,7 @@ def findings() -> Dict[str, Any]:
         if not torch["distributed"]:
             missing.append(("torch.distributed, for gradwire.torch", "install a torch that is built with it"))
         elif not torch["fsdp2_collectives"]:
-            missing.append(("FSDP2's custom collectives, for compress_fsdp", "pip install --upgrade torch"))
+            missing.append(("FSDP2's custom collectives, for gradwire.torch.compress", "pip install --upgrade torch"))
     if _arrays.bfloat16() is None:
         missing.append(("bfloat16 in NumPy", "pip install ml_dtypes"))
     return {
@@ -107,7 +107,7 @@ def _torch_lines(torch: Dict[str, Any]) -> List[Tuple[str, str]]:
     lines.append(
         (
             "FSDP2",
-            "gradwire.torch.compress_fsdp can be used"
+            "gradwire.torch.compress can be used"
             if torch["fsdp2_collectives"]
             else "has no custom collectives in this torch",
         )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One exception class a kind of error. All are `Error`; those that mean a bad value are also `ValueError`, and the one
-about files is also `OSError`, so that code that knows nothing of gradwire catches them as it would expect to.
+"""One exception class per kind of error. All are `Error`; those that mean a bad value are also `ValueError`, and the
+one about files is also `OSError`, so that code that knows nothing of gradwire catches them as it would expect to.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def _restore(type_: type[Error], message: str, field: str, rank: int | None) -> 
 
 
 class UsageError(Error, ValueError):
-    """An argument or a spec string is wrong."""
+    """An argument, a codec or rules are wrong."""
 
     kind = "usage"
 
 
 class FrameError(Error, ValueError):
-    """A frame is truncated, altered, of another version, or lies."""
+    """A frame is truncated, altered, malformed, or of another version."""
 
     kind = "frame"
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback: what a step could not send is owed, by tensor name, and added to what the next one sends. Encoding
-writes the new debt beside the old one; commit or rollback decides, so that a step that is skipped changes nothing.
+"""Error feedback: what a step could not send, the residual, is kept by tensor name and added to what the next step
+sends. Encoding writes the new residual beside the old one; commit or rollback decides, so a step that is skipped
+changes nothing.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class ErrorFeedback:
     >>> feedback.add_plan(plan)
     >>> gradient = numpy.array([1, 2, 3, 6], "f4")
     >>> message = plan.encode([gradient], step=0, feedback=feedback)
-    >>> feedback.residual("w").tolist()     # not yet decided: nothing is owed
+    >>> feedback.residual("w").tolist()     # neither committed nor rolled back yet
     [0.0, 0.0, 0.0, 0.0]
     >>> feedback.commit(0)
-    >>> feedback.residual("w").tolist()     # the mean of all was sent
+    >>> feedback.residual("w").tolist()     # their mean was sent
     [-2.0, -1.0, 0.0, 3.0]
 
     On a GPU it belongs to torch's current stream at the time it is made, and messages that use it are encoded there.
@@ -59,24 +60,25 @@ class ErrorFeedback:
         feedback._home, feedback._stream, feedback.core = home, _arrays.stream_of(home), core
         return feedback
 
-    def add(self, name: str, count: int, *, side: str = "up", first: int = 0) -> None:
-        """Makes room, filled with zeros, for a tensor. side: "up" a worker's debt, "down" an owner's."""
+    def add(self, name: str, count: int, *, direction: str = "up", first: int = 0) -> None:
+        """Adds a tensor with a residual of zeros. direction: "up" for what a worker sends, "down" for what an owner
+        sends."""
         with _arrays.on(self._home):
-            self.core.add(side, name, _arrays.whole(count, "count", 2**40), _arrays.whole(first, "first", 2**40))
+            self.core.add(direction, name, _arrays.whole(count, "count", 2**40), _arrays.whole(first, "first", 2**40))
 
-    def add_plan(self, plan: Plan, *, side: str = "up") -> None:
-        """Makes room for every tensor of a plan whose codec loses something."""
+    def add_plan(self, plan: Plan, *, direction: str = "up") -> None:
+        """Adds every tensor of a plan whose codec is lossy."""
         for tensor in plan.tensors:
             if not tensor.codec.lossless:
-                self.add(tensor.name, tensor.count, side=side, first=tensor.first)
+                self.add(tensor.name, tensor.count, direction=direction, first=tensor.first)
 
     def commit(self, step: int) -> None:
-        """The step was taken: what was encoded in it now owes its new residual."""
+        """The step was taken: what was encoded in it has its new residual."""
         with _arrays.on(self._home):
             self.core.commit(_arrays.whole(step, "step"))
 
     def rollback(self, step: int) -> None:
-        """The step was skipped: everything owes what it did before."""
+        """The step was skipped: all residuals stay as they were before it."""
         self.core.rollback(_arrays.whole(step, "step"))
 
     @contextlib.contextmanager
@@ -90,42 +92,43 @@ class ErrorFeedback:
         self.commit(step)
 
     def save(self, path: Union[str, os.PathLike[str]]) -> None:
-        """Writes everything to one file; the old one stays whole until the new one is complete."""
+        """Writes everything to one file. An old file stays complete until the new one is."""
         self.core.save(os.fspath(path))
 
     @staticmethod
     def load(path: Union[str, os.PathLike[str]], device: Any = None) -> ErrorFeedback:
-        """What was saved; a truncated or altered file is refused."""
+        """Reads what `save` has written. A truncated or altered file is refused."""
         home = _home_of(device)
         with _arrays.on(home):
             return ErrorFeedback._of(_core.ErrorFeedback.load(os.fspath(path), _arrays.device_of(home)), home)
 
     @staticmethod
     def redistribute(ranks: Sequence[ErrorFeedback], world: int) -> List[ErrorFeedback]:
-        """The states of all ranks of one world -> the states for another. The debt is kept, in units of the mean."""
+        """The states of all ranks -> the states for another number of ranks. The sum of the residuals, in units of the
+        mean gradient, stays the same."""
         fresh = _core.ErrorFeedback.redistribute(
             [rank.core for rank in ranks], _arrays.whole(world, "world", 2**31 - 1)
         )
         return [ErrorFeedback._of(core, ranks[0]._home) for core in fresh]
 
-    def residual(self, name: str, *, side: str = "up", first: int = 0) -> Any:
-        """A copy of what a tensor is owed, as a NumPy array of float32."""
+    def residual(self, name: str, *, direction: str = "up", first: int = 0) -> Any:
+        """A copy of the residual of a tensor, as a NumPy array of float32."""
         with _arrays.on(self._home):
-            return self.core.residual(side, name, _arrays.whole(first, "first", 2**40))
+            return self.core.residual(direction, name, _arrays.whole(first, "first", 2**40))
 
     def hash(self) -> int:
-        """Of all that is committed: equal states have equal hashes."""
+        """A hash of everything that is committed: equal states have equal hashes."""
         with _arrays.on(self._home):
             return self.core.hash()
 
     @property
-    def notes(self) -> Dict[str, bytes]:
-        """What else is kept with the residuals: what codecs have learned."""
+    def extra(self) -> Dict[str, bytes]:
+        """What else is saved with the residuals: what codecs have learned."""
         return self.core.notes()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the residuals take where they live, both copies."""
+        """The memory that the residuals take, in bytes. There are two copies: one committed, one of the open step."""
         return self.core.bytes()
 
     def check_place(self, home: int | None) -> None:

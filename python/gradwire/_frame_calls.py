@@ -17,15 +17,21 @@ from ._specs import codec_of
 _plans: Kept[Plan] = Kept(32)
 
 
-def _plan_for(spec: _core.TensorSpec) -> Plan:
-    """Of a single tensor. With a fitted codec it is not kept: the next tensor has another table."""
-    if spec.codec.table:
-        return Plan([spec])
-    return _plans.get((spec.name_hash, spec.count, spec.dtype, str(spec.codec), spec.first), lambda: Plan([spec]))
+def _plan_for(tensor: _core.TensorSpec) -> Plan:
+    """The plan of a single tensor. With a fitted codec it is not kept, because the next tensor has another table."""
+    if tensor.codec.table:
+        return Plan([tensor])
+    key = (tensor.name_hash, tensor.count, tensor.dtype, str(tensor.codec), tensor.first, tensor.shape)
+    return _plans.get(key, lambda: Plan([tensor]))
+
+
+def _shape_of(array: Any) -> List[int]:
+    """What a frame says of the shape: nothing of a scalar, of one dimension, and of more than a frame can say."""
+    return list(array.shape) if 2 <= array.ndim <= 8 else []
 
 
 def fit(codec: Union[str, _core.Codec], array: Any, *, threads: int | None = None) -> _core.Codec:
-    """The codec with what it learns from this array. Codecs that learn nothing come back as they are.
+    """Fits a codec that learns to this array. Codecs that do not learn are returned unchanged.
 
     >>> import gradwire, numpy
     >>> codec = gradwire.fit("optquant:bits=2", numpy.linspace(-1, 1, 5000, dtype="f4") ** 3)
@@ -40,7 +46,7 @@ def fit(codec: Union[str, _core.Codec], array: Any, *, threads: int | None = Non
 
 def encode(
     array: Any,
-    spec: Union[str, _core.Codec],
+    codec: Union[str, _core.Codec],
     *,
     name: str = "",
     seed: int = 0,
@@ -52,36 +58,36 @@ def encode(
     fit: bool = True,
     threads: int | None = None,
 ) -> Any:
-    """Compresses an array of float32, float16 or bfloat16 into a frame that `decode` needs nothing else for.
+    """Compresses an array of float32, float16 or bfloat16 into a frame. `decode` needs nothing but the frame.
 
     array: a NumPy array, a torch tensor on the CPU or on CUDA, or anything that hands NumPy its memory; contiguous.
-    spec: a codec, e.g. "qsgd:bits=4" (`gradwire.codecs()` lists them). name, seed, step, stage and rank key the random
-    bits; step, stage, rank and world stand in the frame. fit: a codec that learns is fitted to the array first, unless
-    it is a Codec that has learned already. out: a buffer of uint8 to write to; the part that was written is returned.
-    threads: of the CPU; the bytes are the same.
+    codec: a codec such as "qsgd:bits=4" (`gradwire.codecs()` lists them). name, seed, step, stage, rank: determine the
+    random bits of rounding; step, stage, rank and world are written to the frame. fit: a codec that learns is fitted to
+    the array first, unless it is a Codec that has learned already. out: a buffer of uint8 to write to; the part that
+    was written is returned. threads: CPU threads; the bytes do not depend on them.
 
     >>> import gradwire, numpy
     >>> gradient = numpy.random.default_rng(1).standard_normal((100, 100)).astype("f4")
     >>> frame = gradwire.encode(gradient, "qsgd:bits=4", seed=1)
     >>> round(8 * len(frame) / gradient.size)
     4
-    >>> restored = gradwire.decode(frame, shape=(100, 100))
-    >>> bool(abs(restored - gradient).max() < 1)
-    True
+    >>> restored = gradwire.decode(frame)
+    >>> restored.shape, bool(abs(restored - gradient).max() < 1)
+    ((100, 100), True)
 
     Of a CUDA tensor the frame stays on the GPU (`frame.tensor`), and is made on torch's current stream. The first call
     of its kind makes tables there; later ones neither allocate, the frame aside, nor wait. Fitting waits: it reads the
     tensor.
     """
     view = _arrays.view(array)
-    codec = codec_of(spec)
+    codec = codec_of(codec)
     if not isinstance(name, str):
         raise UsageError(f"name is {name!r}; allowed is a string", field="name")
     if fit and codec.learns and not codec.table and view.size:
         device = _arrays.device_of(view.home, _arrays.threads_for(view.size, threads))
         with _arrays.on(view.home):
             codec = _core.fit(codec, view.address, view.size, view.dtype, device)
-    plan = _plan_for(_core.TensorSpec(name, view.size, view.dtype, codec))
+    plan = _plan_for(_core.TensorSpec(name, view.size, view.dtype, codec, shape=_shape_of(view.owner)))
     return plan.encode(
         [view.owner], seed=seed, step=step, stage=stage, rank=rank, world=world, out=out, threads=threads
     )
@@ -98,11 +104,12 @@ def decode(
     wait: bool = True,
     threads: int | None = None,
 ) -> Any:
-    """The array of a frame: of the kind it was made of, flat, since a frame carries no shape.
+    """The array of a frame: of the kind and the shape that it was made of. An array of no dimension or of more than 8
+    comes back flat.
 
     frame: what `encode` returned, bytes, or an array or tensor of uint8. out: an array to write to, of the frame's
     count and any of the three dtypes, where the frame is. shape, dtype, like ("numpy" or "torch"): what is wanted
-    instead of a flat array of the dtype and kind that were encoded; bfloat16 without ml_dtypes comes as float32 in
+    instead of the shape, dtype and kind that were encoded; bfloat16 without ml_dtypes comes as float32 in
     NumPy. max_elements: a frame that says it holds more is refused before memory is taken (2**32). wait: on a GPU,
     False only enqueues, and a damaged frame then decodes to NaN. Whatever else is wrong with a frame is a FrameError
     that names the field.
@@ -123,22 +130,24 @@ def decode(
         raise UsageError(
             f"the message holds {len(head)} tensors; decode takes one, decode_all any number", field="frame"
         )
-    spec = head[0]
+    tensor = head[0]
     if target is None:
-        out = _arrays.empty(spec.count, _dtype(dtype, spec.dtype, kind), kind, source.home)
-        result = out if shape is None else _shaped(out, shape)
+        out = _arrays.empty(tensor.count, _dtype(dtype, tensor.dtype, kind), kind, source.home)
+        wanted = shape if shape is not None else tensor.shape or None
+        result = out if wanted is None else _shaped(out, wanted)
         target = _arrays.view(out, "out", writable=True)
     else:
         result = out
-        if target.size != spec.count:
-            raise UsageError(f"out has {target.size} elements; the frame has {spec.count}", field="out")
+        if target.size != tensor.count:
+            raise UsageError(f"out has {target.size} elements; the frame has {tensor.count}", field="out")
         if target.home != source.home:
             raise UsageError(
                 f"out is on {_arrays.place(target.home)}, the frame on {_arrays.place(source.home)}; they must "
                 "be in one place",
                 field="out",
             )
-    plan = _plan_for(_core.TensorSpec("", spec.count, target.dtype, spec.codec, spec.first, spec.name_hash))
+    sent = _core.TensorSpec("", tensor.count, target.dtype, tensor.codec, tensor.first, tensor.name_hash, tensor.shape)
+    plan = _plan_for(sent)
     plan.decode(source.owner, [target.owner], wait=wait, threads=threads)
     return result
 
@@ -146,7 +155,7 @@ def decode(
 def decode_all(
     frame: Any, *, like: str | None = None, max_elements: int | None = None, threads: int | None = None
 ) -> List[Any]:
-    """The arrays of a message of any number of tensors, flat, in its order.
+    """The arrays of a message of any number of tensors, in its order; those without a shape in the message are flat.
 
     >>> import gradwire, numpy
     >>> plan = gradwire.Plan([("a", 3), ("b", 2, "float16", "fp16")])
@@ -155,8 +164,11 @@ def decode_all(
     ['float32', 'float16']
     """
     source, head, kind = _open(frame, like, max_elements)
-    specs = [_core.TensorSpec("", t.count, _dtype(None, t.dtype, kind), t.codec, t.first, t.name_hash) for t in head]
-    return Plan(specs).decode(source.owner, like=kind, threads=threads)
+    tensors = [
+        _core.TensorSpec("", t.count, _dtype(None, t.dtype, kind), t.codec, t.first, t.name_hash, t.shape) for t in head
+    ]
+    arrays = Plan(tensors).decode(source.owner, like=kind, threads=threads)
+    return [_shaped(array, t.shape) if t.shape else array for array, t in zip(arrays, head)]
 
 
 def _open(frame: Any, like: str | None, max_elements: int | None) -> Any:

@@ -154,7 +154,8 @@ def describe(head: _core.Head) -> Dict[str, Any]:
             "count": tensor.count,
             "first": tensor.first,
             "dtype": tensor.dtype,
-            "codec": str(tensor.codec),
+            "shape": list(tensor.shape),
+            "codec": tensor.codec.wire_spec,
             "table": tensor.codec.table,
             "fitted": tensor.codec.describe(),
             "unit": tensor.codec.unit,
@@ -190,7 +191,7 @@ def inspect(frame: Any) -> Dict[str, Any]:
     >>> import gradwire, numpy
     >>> info = gradwire.inspect(gradwire.encode(numpy.zeros(100, "f4"), "fp16", step=7))
     >>> info["version"], info["step"], info["elements"], info["tensors"][0]["codec"]
-    (1, 7, 100, 'fp16')
+    (2, 7, 100, 'fp16')
     """
     source = host_view(frame)
     head = read(source.address, source.size)

@@ -31,7 +31,8 @@ class Plan:
     >>> [array.shape for array in plan.decode(message)]
     [(1000,), (10,)]
 
-    With error feedback, what a step could not send is added to the next one, once the step is committed:
+    With error feedback, what a step could not send (the residual) is added to the next step, once the step is
+    committed:
 
     >>> feedback = gradwire.ErrorFeedback()
     >>> feedback.add_plan(plan)
@@ -47,7 +48,7 @@ class Plan:
 
     @staticmethod
     def of(tensors: Mapping[str, Any], rules: Union[str, _core.Rules, _core.Codec]) -> Plan:
-        """A plan for these named arrays; `rules` say which codec carries which.
+        """A plan for these named arrays. `rules` map names to codecs; a single codec is used for all.
 
         >>> import gradwire, numpy
         >>> plan = gradwire.Plan.of({"w": numpy.ones((9, 9), "f4"), "b": numpy.ones(9, "f4")}, "1d=fp32;*=onebit")
@@ -67,7 +68,7 @@ class Plan:
 
     @property
     def tensors(self) -> List[_core.TensorSpec]:
-        """What the plan is made of."""
+        """The tensors of the plan."""
         return list(self._tensors)
 
     @property
@@ -77,7 +78,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the message, exactly; no value changes it."""
+        """The size of the message in bytes. It does not depend on the values of the tensors."""
         return self._core.message_bytes
 
     def __len__(self) -> int:
@@ -87,14 +88,19 @@ class Plan:
         return f"<Plan of {len(self)} tensors, {self.elements} elements, {self.nbytes} bytes>"
 
     def fitted(self, tensors: Any, *, threads: int | None = None) -> Plan:
-        """The plan with each codec that learns fitted to its tensor."""
+        """A plan in which each codec that learns is fitted to its tensor."""
         views, home = self._views(tensors, writable=False)
         device = _arrays.device_of(home, _arrays.threads_for(self.elements, threads))
         with _arrays.on(home):
             return Plan(
                 [
                     TensorSpec(
-                        t.name, t.count, t.dtype, _core.fit(t.codec, v.address, v.size, v.dtype, device), t.first
+                        t.name,
+                        t.count,
+                        t.dtype,
+                        _core.fit(t.codec, v.address, v.size, v.dtype, device),
+                        t.first,
+                        t.shape,
                     )
                     for t, v in zip(self._tensors, views)
                 ]
@@ -117,16 +123,17 @@ class Plan:
         """The message of these tensors (a sequence in the plan's order, or a mapping by name).
 
         A Frame, or of CUDA tensors a CudaFrame, made on torch's current stream without waiting; with `out`, a buffer of
-        uint8 where the tensors are, the part of it that was written. `feedback` adds what is still owed and notes what
-        will be, to be decided by feedback.commit(step) or rollback(step); stage 1 is the side "down". Gradients that
-        were multiplied by a loss scale say so.
+        uint8 where the tensors are, the part of it that was written. With `feedback`, residuals are added to the
+        tensors, and the new residuals wait for feedback.commit(step) or feedback.rollback(step); stage 1 uses those of
+        the direction "down". loss_scale: the factor that the gradients were multiplied by; residuals are kept without
+        it.
         """
         stamp = stamp_of(seed, step, stage, rank, world)
         views, home = self._views(tensors, writable=False)
         if feedback is not None:
             feedback.check_place(home)
         result, message = self._room(out, home, views[0].like if views else "numpy")
-        side = "down" if stage == 1 else "up"
+        direction = "down" if stage == 1 else "up"
         runner = self._runner(home, _arrays.threads_for(self.elements, threads))
         with _arrays.on(home):
             runner.encode(
@@ -135,7 +142,7 @@ class Plan:
                 message.address,
                 self.nbytes,
                 None if feedback is None else feedback.core,
-                side,
+                direction,
                 loss_scale,
             )
         return result
@@ -153,8 +160,8 @@ class Plan:
     ) -> List[Any]:
         """The tensors of a message of this plan: new flat arrays, or written to `out`, or added to it (f32).
 
-        A message of another plan, a damaged one and, with `expect`, one of another step, stage, rank or world is
-        refused. On a GPU, wait=False only enqueues: what is refused then decodes to NaN.
+        A message of another plan, a damaged message and, with `expect`, a message of another step, stage, rank or world
+        is refused. On a GPU, wait=False only enqueues the work; a message that would be refused then decodes to NaN.
         """
         if like not in (None, "numpy", "torch"):
             raise UsageError(f"like is {like!r}; allowed are 'numpy' and 'torch'", field="like")
@@ -185,21 +192,21 @@ class Plan:
     def _views(self, tensors: Any, *, writable: bool) -> Tuple[List[_arrays.View], int | None]:
         what = "out" if writable else "tensor"
         views: List[_arrays.View] = []
-        for spec, array in zip(self._tensors, self._in_order(tensors, what)):
-            view = _arrays.view(array, f"{what} '{spec.name}'", writable=writable)
-            if view.size != spec.count:
+        for tensor, array in zip(self._tensors, self._in_order(tensors, what)):
+            view = _arrays.view(array, f"{what} '{tensor.name}'", writable=writable)
+            if view.size != tensor.count:
                 raise UsageError(
-                    f"{what} '{spec.name}' has {view.size} elements; the plan has {spec.count}", field="count"
+                    f"{what} '{tensor.name}' has {view.size} elements; the plan has {tensor.count}", field="count"
                 )
-            if view.dtype != spec.dtype:
+            if view.dtype != tensor.dtype:
                 raise UsageError(
-                    f"{what} '{spec.name}' has dtype {_arrays.DTYPES[view.dtype]}; the plan has "
-                    f"{_arrays.DTYPES[spec.dtype]}",
+                    f"{what} '{tensor.name}' has dtype {_arrays.DTYPES[view.dtype]}; the plan has "
+                    f"{_arrays.DTYPES[tensor.dtype]}",
                     field="dtype",
                 )
             if view.home != (views[0] if views else view).home:
                 raise UsageError(
-                    f"{what} '{spec.name}' is on {_arrays.place(view.home)}, '{self._tensors[0].name}' on "
+                    f"{what} '{tensor.name}' is on {_arrays.place(view.home)}, '{self._tensors[0].name}' on "
                     f"{_arrays.place(views[0].home)}; all tensors of a message must be in one place",
                     field="device",
                 )
@@ -248,8 +255,9 @@ class Plan:
         return (CudaFrame(flat, self) if home is not None else flat), view
 
     def _runner(self, home: int | None, threads: int, waits: bool = True) -> _core.Runner:
-        """A runner serves one call at a time, and on a GPU one stream: each thread, or stream, has its own. What
-        nobody waits for has its own as well, so that its errors are not told to somebody else."""
+        """A runner serves one call at a time, and on a GPU one stream, so each thread, or stream, has its own. Calls
+        that do not wait have a runner of their own as well, so that their errors are not reported to a later call that
+        waits."""
         where = (threading.get_ident(), threads) if home is None else (_arrays.stream_of(home), waits)
         return self._runners.get((os.getpid(), home, *where), lambda: self._new_runner(home, threads))
 

@@ -21,7 +21,10 @@ sys.path.insert(0, str(SOURCE / "tests/wire"))  # second_decoder.py, which knows
 def pytest_configure(config):
     package = Path(gradwire.__file__).resolve()
     if SOURCE / "python" in package.parents:
-        pytest.exit(f"gradwire is imported from the source tree ({package.parent}): pip install . first, and run elsewhere", returncode=2)
+        pytest.exit(
+            f"gradwire is imported from the source tree ({package.parent}): pip install . first, and run elsewhere",
+            returncode=2,
+        )
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +50,8 @@ def gradient():
     return np.random.default_rng(7).standard_normal(70_001).astype(np.float32)
 
 
-EVERY_CODEC = [info["example"] for info in gradwire.codecs()] + ["casq:mode=paper", "topk:ratio=0.01,mode=paper",
-                                                                "dqsgd:mode=paper", "fft:format=float"]
+# Every codec, and whatever else its definition says is worth a test.
+EVERY_CODEC = [spec for info in gradwire.codecs() for spec in dict.fromkeys([info["example"], *info["specs"]])]
 
 
 @pytest.fixture(scope="session")

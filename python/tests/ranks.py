@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks for tests: processes that stay, because importing torch takes seconds. Six of them, with a Gloo group for every world
-from 1 to 6; a test names a function of its own file, and every rank of the world runs it.
+"""Ranks for tests: processes that stay, because importing torch takes seconds. Six of them, with a Gloo group for every
+world from 1 to 6; a test names a function of its own file, and every rank of the world runs it.
 
     ranks.run(4, some_function, "argument")   -> [result of rank 0, ...]
 """
@@ -19,7 +19,8 @@ from typing import Any, Callable
 
 LARGEST = 6
 
-# Seconds. No test asserts how long something takes: a busy machine may take any time. These limits only end a test that hangs.
+# Seconds. No test asserts how long something takes: a busy machine may take any time. These limits only end a test that
+# hangs.
 PATIENCE = 300
 
 
@@ -82,7 +83,9 @@ class Ranks:
         self.processes = []
         for rank in range(processes):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, processes, port, os.path.dirname(__file__), backend), daemon=True)
+            process = context.Process(
+                target=_serve, args=(there, rank, processes, port, os.path.dirname(__file__), backend), daemon=True
+            )
             process.start()
             there.close()
             self.pipes.append(here)

@@ -70,7 +70,8 @@ def test_the_second_call_of_a_kind_does_not_wait(cuda, tensor):
             gradwire.decode(gradwire.encode(tensor, spec, fit=False), out=out, wait=False)
             return not busy.query()
 
-        # Calls that wait for the GPU never return early; on a busy host, those that do not may need more than the first second.
+        # Calls that wait for the GPU never return early; on a busy host, those that do not may need more than the first
+        # second.
         assert any(returns_while_the_gpu_is_busy(seconds * 2_000_000_000) for seconds in (1, 4, 16)), spec
         cuda.cuda.synchronize()
 
@@ -102,7 +103,7 @@ def test_a_damaged_frame_is_refused_or_decodes_to_nan(cuda, tensor):
     with pytest.raises(gradwire.FrameError, match="body_check"):
         plan.decode(bad)
     assert cuda.isnan(plan.decode(bad, wait=False)[0]).all()
-    assert cuda.isfinite(plan.decode(good)[0]).all()  # and nobody else is told
+    assert cuda.isfinite(plan.decode(good)[0]).all()  # and a later call is not affected
     for length in (0, 10, 63, 64, 100, len(good) - 1):
         with pytest.raises(gradwire.FrameError):
             gradwire.decode(good[:length].clone())

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples as a user starts them: torchrun, two ranks, a few steps on made-up images and on the project's own pages. What they print last with
---json is what is asserted on. A training that is interrupted and resumed must end where the uninterrupted one does, bit for bit.
+"""The examples as a user starts them: torchrun, two ranks, a few steps on made-up images and on the project's own
+pages. What they print last with --json is what is asserted on. A training that is interrupted and resumed must end
+where the uninterrupted one does, bit for bit.
 """
 
 import importlib.util
@@ -26,7 +27,16 @@ CODEC = "optquant:bits=4"
 
 def launch(example, *words, ranks):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(EXAMPLES / example), *map(str, words)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        str(EXAMPLES / example),
+        *map(str, words),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd="/", env=environment)
 
 
@@ -63,7 +73,9 @@ def test_cifar10_resumed_ends_where_the_uninterrupted_training_ends(tmp_path):
     first = cifar10("--codec", CODEC, "--epochs", 2, "--until", 1, "--save", tmp_path / "half.pt")
     assert first["epoch"] == 1 and first["weights_sum"] != whole["weights_sum"]
     second = cifar10("--codec", CODEC, "--epochs", 2, "--resume", tmp_path / "half.pt")
-    assert [second[name] for name in ("weights_sum", "loss", "test_accuracy")] == [whole[name] for name in ("weights_sum", "loss", "test_accuracy")]
+    assert [second[name] for name in ("weights_sum", "loss", "test_accuracy")] == [
+        whole[name] for name in ("weights_sum", "loss", "test_accuracy")
+    ]
     alone = cifar10("--codec", CODEC, "--epochs", 2, "--resume", tmp_path / "half.pt", ranks=1)
     assert alone["world"] == 1 and alone["loss"] < first["loss"]
 
@@ -83,7 +95,9 @@ def test_gpt_is_sharded_with_gradients_and_weights_compressed():
 
 def test_an_example_without_torchrun_says_how_to_start_it():
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    done = subprocess.run([sys.executable, EXAMPLES / "ddp_gpt.py"], capture_output=True, text=True, timeout=PATIENCE, env=environment)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "ddp_gpt.py"], capture_output=True, text=True, timeout=PATIENCE, env=environment
+    )
     assert done.returncode == 2 and "torchrun" in done.stderr.splitlines()[-1]
 
 
@@ -91,7 +105,9 @@ def batches(count=3):
     """Six batches of a few images: names, labels and pixels."""
     draw = torch.Generator().manual_seed(1)
     for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
-        yield name, torch.randint(10, (count,), generator=draw), torch.randint(256, (count, 3072), generator=draw, dtype=torch.uint8)
+        yield name, torch.randint(10, (count,), generator=draw), torch.randint(
+            256, (count, 3072), generator=draw, dtype=torch.uint8
+        )
 
 
 def test_the_four_forms_of_cifar10_read_alike(example_module, tmp_path):
@@ -99,7 +115,9 @@ def test_the_four_forms_of_cifar10_read_alike(example_module, tmp_path):
     for folder in binary, python:
         folder.mkdir()
     for name, labels, pixels in batches():
-        (binary / f"{name}.bin").write_bytes(torch.cat([labels.to(torch.uint8).unsqueeze(1), pixels], 1).numpy().tobytes())
+        (binary / f"{name}.bin").write_bytes(
+            torch.cat([labels.to(torch.uint8).unsqueeze(1), pixels], 1).numpy().tobytes()
+        )
         (python / name).write_bytes(pickle.dumps({b"data": pixels.numpy(), b"labels": labels.tolist()}, protocol=2))
     for folder in binary, python:
         with tarfile.open(f"{folder}.tar.gz", "w:gz") as archive:

@@ -122,8 +122,11 @@ def test_random_bits_follow_seed_step_stage_rank_and_name(gradient):
 
 def test_shape_dtype_and_like_of_what_is_decoded(gradient, torch):
     frame = gradwire.encode(gradient[:60].reshape(3, 4, 5), "fp32")
-    assert gradwire.decode(frame).shape == (60,)
-    np.testing.assert_array_equal(gradwire.decode(frame, shape=(3, 4, 5)), gradient[:60].reshape(3, 4, 5))
+    np.testing.assert_array_equal(gradwire.decode(frame), gradient[:60].reshape(3, 4, 5))
+    assert gradwire.decode(frame, like="torch").shape == (3, 4, 5)
+    assert frame.head["tensors"][0]["shape"] == [3, 4, 5]
+    assert [array.shape for array in gradwire.decode_all(frame)] == [(3, 4, 5)]
+    assert gradwire.decode(frame, shape=60).shape == (60,)
     assert gradwire.decode(frame, shape=(-1, 20)).shape == (3, 20)
     assert gradwire.decode(frame, dtype=np.float16).dtype == np.float16
     assert gradwire.decode(frame, dtype="float16", like="torch").dtype == torch.float16
@@ -275,4 +278,4 @@ def test_inspect_says_what_the_frame_says(golden):
         (t["spec"], t["count"], t["first"], t["dtype"]) for t in entry["tensors"]
     ]
     assert info["magic"] == "GWIR" and info["tensor_count"] == 8 and info["spec_count"] == 5
-    assert info["total_bytes"] == 1408 and info["head_bytes"] == 512 and info["head_check"] == "9275ee578e188c3d"
+    assert info["total_bytes"] == 1408 and info["head_bytes"] == 512 and info["head_check"] == "fa264eb140a30e53"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 with gradients and weights compressed, on Gloo and the CPU: what is left to torch has torch's bits, ranks compute with the same
-weights, residuals follow the steps that count, and what cannot be done is refused by name.
+"""FSDP2 with gradients and weights compressed, on Gloo and the CPU: what is left to torch has torch's bits, ranks
+compute with the same weights, residuals follow the steps that count, and what cannot be done is refused by name.
 """
 
 import pytest
@@ -13,6 +13,7 @@ if not dist.is_gloo_available() or not hasattr(getattr(fsdp, "FSDPModule", None)
 
 import gradwire
 import gradwire.torch as gw
+from gradwire.torch import _fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -110,7 +111,7 @@ def refusal(ranks, world, function, *arguments):
 
 def same_as_plain(rank, gradients, weights):
     plain, model = sharded(rank), sharded(rank)
-    gw.compress_fsdp(model, gradients, weights)
+    gw.compress(model, gradients, weights=weights)
     return train(rank, plain) == train(rank, model) and equal(parameters(plain), parameters(model))
 
 
@@ -122,7 +123,7 @@ def test_fp32_and_none_are_plain_fsdp_bit_for_bit(ranks, gradients, weights):
 def close_to_plain(rank, change):
     """Through the whole path: unigrid:bits=16 leaves 2^-15 of a bucket's largest magnitude, at most, in a gradient."""
     plain, model = sharded(rank), sharded(rank)
-    hook = gw.compress_fsdp(model, "unigrid:bits=16", None, min_elements=0)
+    hook = gw.compress(model, "unigrid:bits=16", weights=None, min_elements=0)
     for one in plain, model:
         change(one) if callable(change) else None
     x, y = batch(rank, 0)
@@ -154,17 +155,19 @@ def test_a_fine_grid_gives_the_gradients_of_plain_fsdp(ranks, world, function):
 
 
 def divided(rank):
-    """A divisor of one's own, which Gloo does not know and the relay does."""
+    """A divisor of one's own, which Gloo does not support and the coder does."""
     model, usual = sharded(rank), sharded(rank)
     for one in model, usual:
-        gw.compress_fsdp(one, "unigrid:bits=16", None, min_elements=0)
+        gw.compress(one, "unigrid:bits=16", weights=None, min_elements=0)
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.set_gradient_divide_factor(8.0 * rank.world)
     x, y = batch(rank, 0)
     for one in model, usual:
         (one(x) - y).square().mean().backward()
-    return all(torch.equal(8 * a.grad.to_local(), b.grad.to_local()) for a, b in zip(model.parameters(), usual.parameters()))
+    return all(
+        torch.equal(8 * a.grad.to_local(), b.grad.to_local()) for a, b in zip(model.parameters(), usual.parameters())
+    )
 
 
 def test_a_gradient_divide_factor_is_kept(ranks):
@@ -176,7 +179,7 @@ def test_a_gradient_divide_factor_is_kept(ranks):
 
 def trains(rank, gradients, weights, options, steps=40):
     model = sharded(rank, **options)
-    hook = gw.compress_fsdp(model, gradients, weights, min_elements=64)
+    hook = gw.compress(model, gradients, weights=weights, min_elements=64)
     losses = train(rank, model, steps)
     same = alike(rank, [seen for block in model.blocks for seen in (block.in_forward, block.in_backward)])
     both = all(torch.equal(block.in_forward, block.in_backward) for block in model.blocks)
@@ -186,13 +189,15 @@ def trains(rank, gradients, weights, options, steps=40):
 def on_the_grid(rank):
     """In the first step, before the optimizer: what modules see against what is sharded."""
     model = sharded(rank)
-    gw.compress_fsdp(model, None, "unigrid:bits=4", min_elements=0)
+    gw.compress(model, None, weights="unigrid:bits=4", min_elements=0)
     exact = parameters(model)["blocks.1.weight"]
     model(batch(rank, 0)[0])
     seen = model.blocks[1].in_forward
     model.reshard()
     again = parameters(model)["blocks.1.weight"]
-    return torch.equal(exact, again), (seen - exact).abs().max().item(), exact.abs().max().item() / 7, len(seen.unique())
+    return torch.equal(exact, again), (seen - exact).abs().max().item(), exact.abs().max().item() / 7, len(
+        seen.unique()
+    )
 
 
 def test_modules_see_weights_on_the_grid_and_the_shards_stay_exact(ranks):
@@ -203,7 +208,12 @@ def test_modules_see_weights_on_the_grid_and_the_shards_stay_exact(ranks):
 
 
 @pytest.mark.parametrize(
-    "gradients, weights", [("qsgd:bits=4", "unigrid:bits=8"), ("optquant:bits=4", "bf16"), ("dqsgd:budget=4", "qsgd:bits=8"), ("fft:theta=0.5", None)]
+    "gradients, weights", [
+        ("qsgd:bits=4", "unigrid:bits=8"),
+        ("optquant:bits=4", "bf16"),
+        ("dqsgd:budget=4", "qsgd:bits=8"),
+        ("fft:theta=0.5", None),
+    ]
 )
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_compute_with_the_same_weights_and_learn(ranks, world, gradients, weights):
@@ -211,14 +221,16 @@ def test_ranks_compute_with_the_same_weights_and_learn(ranks, world, gradients, 
         assert same and both
         assert last < 0.6 * first
         assert stats["steps"] == 40 and stats["skipped"] == 0
-        assert stats["gradients"]["bits"] < 25 and stats["gradients"]["ratio"] == stats["gradients"]["bits"] / 32
+        assert stats["gradients"]["bits"] < 25 and stats["gradients"]["ratio"] == 32 / stats["gradients"]["bits"]
         if weights is not None:
             assert 0 < stats["weights"]["bits"] < 20 and stats["weights"]["bytes"] > 0
 
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_weights_are_gathered_once_or_twice_a_step(ranks, reshard):
-    for *_, same, both, stats in ranks.run(2, trains, "qsgd:bits=4", "unigrid:bits=8", {"reshard_after_forward": reshard}, 3):
+    for *_, same, both, stats in ranks.run(
+        2, trains, "qsgd:bits=4", "unigrid:bits=8", {"reshard_after_forward": reshard}, 3
+    ):
         assert same and both
         shards = 34 * 33 + 34 + 2 * (34 * 67 + 34)  # of the blocks, for the other rank
         head = 3 * 67 + 3  # the root's: it stays gathered after forward unless told otherwise
@@ -245,7 +257,7 @@ def test_mixed_precision(ranks, function):
 
 def accumulates(rank):
     model = sharded(rank)
-    hook = gw.compress_fsdp(model, "qsgd:bits=8", "unigrid:bits=8")
+    hook = gw.compress(model, "qsgd:bits=8", weights="unigrid:bits=8")
     steps = []
     for step in range(4):
         model.set_requires_gradient_sync(step % 2 == 1)
@@ -269,7 +281,7 @@ def test_gradient_accumulation_sends_once(ranks):
 
 def evaluates(rank):
     model = sharded(rank)
-    gw.compress_fsdp(model, "qsgd:bits=4", "unigrid:bits=8")
+    gw.compress(model, "qsgd:bits=4", weights="unigrid:bits=8")
     x = batch(rank, 0)[0]
     with torch.no_grad():
         before = model(x)
@@ -289,7 +301,7 @@ def test_evaluation_before_between_and_after_training(ranks):
 
 def only_weights(rank):
     model = sharded(rank)
-    hook = gw.compress_fsdp(model, None, "unigrid:bits=8")
+    hook = gw.compress(model, None, weights="unigrid:bits=8")
     losses = train(rank, model, 20)
     return losses, hook.stats()
 
@@ -305,7 +317,7 @@ def uses_a_module_twice(rank):
             return super().forward(x) + super().forward(-x)
 
     model = sharded(rank, model=Twice())
-    hook = gw.compress_fsdp(model, "qsgd:bits=4", "unigrid:bits=8", feedback=True)
+    hook = gw.compress(model, "qsgd:bits=4", weights="unigrid:bits=8", feedback=True)
     losses = train(rank, model, 30)
     return losses, alike(rank, parameters(model).values()), hook.stats()
 
@@ -319,7 +331,7 @@ def test_a_module_that_is_used_twice_sends_once_and_trains(ranks):
 def hybrid(rank):
     mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "shard"))
     model = sharded(rank, mesh=mesh)
-    hook = gw.compress_fsdp(model, "optquant:bits=4", "unigrid:bits=8", feedback=True)
+    hook = gw.compress(model, "optquant:bits=4", weights="unigrid:bits=8", feedback=True)
     losses = train(rank, model, 20)
     return losses, alike(rank, parameters(model).values()), hook.stats()
 
@@ -333,16 +345,16 @@ def test_a_hybrid_mesh_compresses_its_shard_dimension(ranks):
 
 
 def compresses(rank, keywords):
-    gw.compress_fsdp(sharded(rank), **keywords)
+    gw.compress(sharded(rank), **{"codec": "qsgd:bits=4", **keywords})
 
 
 @pytest.mark.parametrize(
     "keywords, kind, words",
     [
-        (dict(gradients="qsgd:bits=99"), "UsageError", "bits"),
+        (dict(codec="qsgd:bits=99"), "UsageError", "bits"),
         (dict(weights="nonsense"), "UsageError", "nonsense"),
         (dict(weights="optquant:bits=4"), "UnsupportedError", "a codec that learns"),
-        (dict(gradients=4), "UsageError", "codec is a int"),
+        (dict(codec=4), "UsageError", "codec is of type int"),
         (dict(residual=torch.float64), "UsageError", "residual is torch.float64"),
     ],
 )
@@ -352,31 +364,34 @@ def test_bad_options_are_refused(ranks, keywords, kind, words):
 
 
 def not_sharded(rank):
-    gw.compress_fsdp(Net())
+    gw.compress(Net(), "qsgd:bits=4")
 
 
 def sharded_by_fsdp1(rank):
-    gw.compress_fsdp(fsdp.FullyShardedDataParallel(Net(), process_group=rank.group, device_id=torch.device("cpu")))
+    gw.compress(
+        fsdp.FullyShardedDataParallel(Net(), process_group=rank.group, device_id=torch.device("cpu")), "qsgd:bits=4"
+    )
 
 
 def disagrees(rank):
-    gw.compress_fsdp(sharded(rank), f"qsgd:bits={4 + rank.rank}")
+    gw.compress(sharded(rank), f"qsgd:bits={4 + rank.rank}")
 
 
 def several_types(rank):
     model = Net()
     model.register_parameter("frozen", nn.Parameter(torch.zeros(8, dtype=torch.bfloat16), requires_grad=False))
     model = sharded(rank, model=model)
-    gw.compress_fsdp(model, None, "unigrid:bits=8", min_elements=0)
+    gw.compress(model, None, weights="unigrid:bits=8", min_elements=0)
     model(batch(rank, 0)[0])
 
 
 def part_of_the_world(rank):
-    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))  # all ranks make its groups
+    # All ranks make its groups.
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
     if rank.rank >= 4:
         return "not in it"
     with pytest.raises(gradwire.UnsupportedError) as caught:
-        gw.compress_fsdp(sharded(rank, mesh=mesh))
+        gw.compress(sharded(rank, mesh=mesh), "qsgd:bits=4")
     return str(caught.value)
 
 
@@ -388,9 +403,9 @@ def test_a_hybrid_mesh_of_some_ranks_is_refused(ranks):
 @pytest.mark.parametrize(
     "function, kind, words",
     [
-        (not_sharded, "UsageError", "call torch.distributed.fsdp.fully_shard on it first"),
+        (not_sharded, "UsageError", "call torch.distributed.fsdp.fully_shard on it, first"),
         (sharded_by_fsdp1, "UnsupportedError", "fully_shard"),
-        (disagrees, "MismatchError", "ranks disagree about gradients"),
+        (disagrees, "MismatchError", "ranks disagree about codec"),
         (several_types, "UnsupportedError", "module '(root)' sends uint8"),
     ],
 )
@@ -413,7 +428,7 @@ def unused(rank, feedback):
             self.extra = nn.Parameter(torch.ones(5))
 
     model = sharded(rank, model=Sometimes())
-    gw.compress_fsdp(model, "qsgd:bits=4", None, feedback=feedback, min_elements=0)
+    gw.compress(model, "qsgd:bits=4", weights=None, feedback=feedback, min_elements=0)
     train(rank, model, 2)
     model.all_of_it = False
     return train(rank, model, 2)
@@ -428,7 +443,7 @@ def test_parameters_without_a_gradient_are_left_out_or_refused_where_residuals_n
 def test_a_torch_without_custom_collectives_is_refused_by_name(monkeypatch):
     monkeypatch.delattr(fsdp.FSDPModule, "set_custom_all_gather")
     with pytest.raises(gradwire.UnsupportedError, match="FSDPModule.set_custom_all_gather"):
-        gw.compress_fsdp(Net())
+        _fsdp.attach(Net(), "qsgd:bits=4", {})
 
 
 # On a GPU.
@@ -437,7 +452,7 @@ def test_a_torch_without_custom_collectives_is_refused_by_name(monkeypatch):
 def on_a_gpu(rank, gradients, weights):
     torch.cuda.set_device(0)
     model = sharded(rank, mesh=DeviceMesh.from_group(rank.group, "cuda"), model=Net().cuda())
-    hook = gw.compress_fsdp(model, gradients, weights, feedback=True, min_elements=0)
+    hook = gw.compress(model, gradients, weights=weights, feedback=True, min_elements=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for step in range(30):

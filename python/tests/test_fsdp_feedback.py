@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residuals of a sharded model: what they are good for, what they take, which steps change them, and how they are saved and loaded.
+"""Residuals of a sharded model: what they are good for, what they take, which steps change them, and how they are saved
+and loaded.
 """
 
 import logging
@@ -10,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("test_fsdp", reason="this torch has no Gloo or no set_custom_reduce_scatter")
 
 import gradwire.torch as gw
-from gradwire.torch._units import ScatteredGradients
+from gradwire.torch._units import CompressedReduceScatter
 from test_fsdp import batch, equal, parameters, refusal, sharded, train
 
 
@@ -19,7 +20,7 @@ from test_fsdp import batch, equal, parameters, refusal, sharded, train
 
 def low_bits(rank, feedback):
     model = sharded(rank)
-    hook = gw.compress_fsdp(model, "topk:ratio=0.05", None, feedback=feedback, min_elements=0)
+    hook = gw.compress(model, "topk:ratio=0.05", weights=None, feedback=feedback, min_elements=0)
     return train(rank, model, 60)[-1], hook.stats()["residual_bytes"]
 
 
@@ -39,7 +40,7 @@ def announced(rank):
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     model = sharded(rank)
-    hook = gw.compress_fsdp(model, "qsgd:bits=4", None, feedback=True)
+    hook = gw.compress(model, "qsgd:bits=4", weights=None, feedback=True)
     train(rank, model, 3)
     logger.removeHandler(handler)
     return lines, hook.stats()["residual_bytes"]
@@ -53,13 +54,15 @@ def test_what_feedback_takes_is_logged_once_on_rank_0(ranks):
 def skips(rank):
     """Infs in one row of one module's gradient, on one rank: only the rank that owns the row gets to see them."""
     model = sharded(rank)
-    hook = gw.compress_fsdp(model, "optquant:bits=4", "unigrid:bits=8", feedback=True, min_elements=0)
+    hook = gw.compress(model, "optquant:bits=4", weights="unigrid:bits=8", feedback=True, min_elements=0)
     train(rank, model, 3)
     before = hook.residual_hash()
     bad = torch.ones(67)
     if rank.rank == rank.world - 1:
         bad[0] = torch.inf
-    breaking = model.blocks[0].register_forward_hook(lambda m, i, out: out.register_hook(lambda gradient: gradient * bad) and None)
+    breaking = model.blocks[0].register_forward_hook(
+        lambda m, i, out: out.register_hook(lambda gradient: gradient * bad) and None
+    )
     x, y = batch(rank, 3)
     (model(x) - y).square().mean().backward()
     breaking.remove()
@@ -73,13 +76,14 @@ def skips(rank):
 
 def test_a_step_that_is_not_finite_changes_no_residual_on_any_rank(ranks):
     for rank, (finite, kept, later, skipped) in enumerate(ranks.run(3, skips)):
-        assert ("blocks.0.weight" in finite) == (rank != 0) and {"blocks.1.weight", "blocks.2.weight", "head.weight"} <= finite
+        assert ("blocks.0.weight" in finite) == (rank != 0)
+        assert {"blocks.1.weight", "blocks.2.weight", "head.weight"} <= finite
         assert kept and later and skipped == 1
 
 
 def scaled(rank, scale):
     model = sharded(rank)
-    hook = gw.compress_fsdp(model, "qsgd:bits=4,rounding=nearest", None, feedback=True, min_elements=0)
+    hook = gw.compress(model, "qsgd:bits=4,rounding=nearest", weights=None, feedback=True, min_elements=0)
     for step in range(3):
         power = scale ** (step + 1)
         hook.set_loss_scale(power)
@@ -100,7 +104,9 @@ def with_a_scaler(rank, enabled):
     """Scales that double every second step, and an Inf, which halves them and skips the step."""
     model = sharded(rank)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2, enabled=enabled)
-    hook = gw.compress_fsdp(model, "qsgd:bits=4,rounding=nearest", None, feedback=True, scaler=scaler, min_elements=0)
+    hook = gw.compress(
+        model, "qsgd:bits=4,rounding=nearest", weights=None, feedback=True, scaler=scaler, min_elements=0
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     hashes = []
     for step in [0, 1, 2, None, 3, 4, 5]:
@@ -127,8 +133,8 @@ def test_a_scaler_and_its_skipped_steps_leave_no_trace_in_residuals(ranks):
 
 def outside_of_autograd(rank):
     """As a pipeline's schedule does it: gradients are reduced after back-propagation, which has no callback then."""
-    hook = gw.compress_fsdp(sharded(rank), "qsgd:bits=2,rounding=nearest", None, feedback=True)
-    scatter = ScatteredGradients(hook, hook._gradients, "blocks.1")
+    hook = gw.compress(sharded(rank), "qsgd:bits=2,rounding=nearest", weights=None, feedback=True)
+    scatter = CompressedReduceScatter(hook, hook._gradients, "blocks.1")
     gradient = torch.randn(rank.world * 2000, generator=torch.Generator().manual_seed(5))
     sums, steps = torch.zeros(2000), []
     for _ in range(50):
@@ -145,7 +151,7 @@ def outside_of_autograd(rank):
 def test_a_step_outside_of_autograd_ends_when_a_unit_comes_again_or_when_told(ranks):
     for steps, end, error in ranks.run(2, outside_of_autograd):
         assert steps == list(range(50)) and end == 50
-        assert error < 0.1  # without what is owed from call to call it is that of one call
+        assert error < 0.1  # without residuals from call to call it would be that of one call
 
 
 # State.
@@ -154,11 +160,11 @@ def test_a_step_outside_of_autograd_ends_when_a_unit_comes_again_or_when_told(ra
 def resumes(rank, codec):
     options = dict(feedback=True, min_elements=0)
     whole = sharded(rank)
-    gw.compress_fsdp(whole, codec, "unigrid:bits=8", **options)
+    gw.compress(whole, codec, weights="unigrid:bits=8", **options)
     train(rank, whole, 6)
 
     half = sharded(rank)
-    hook = gw.compress_fsdp(half, codec, "unigrid:bits=8", **options)
+    hook = gw.compress(half, codec, weights="unigrid:bits=8", **options)
     train(rank, half, 3)
     weights, state = {name: p.detach().clone() for name, p in half.named_parameters()}, hook.state_dict()
 
@@ -166,10 +172,11 @@ def resumes(rank, codec):
     with torch.no_grad():
         for name, p in again.named_parameters():
             p.copy_(weights[name])
-    hook = gw.compress_fsdp(again, codec, "unigrid:bits=8", **options)
+    hook = gw.compress(again, codec, weights="unigrid:bits=8", **options)
     hook.load_state_dict(state)
     unused = hook.state_dict()  # before any unit has come
-    kept = unused["step"] == 3 and all(torch.equal(v, unused["ranks"][str(rank.rank)]["up"][k]) for k, v in state["ranks"][str(rank.rank)]["up"].items())
+    before, after = (one["ranks"][str(rank.rank)]["up"] for one in (state, unused))
+    kept = unused["step"] == 3 and all(torch.equal(values, after[name]) for name, values in before.items())
     train(rank, again, 3, first=3)
     resumed = equal(parameters(whole), parameters(again))
 
@@ -189,22 +196,24 @@ def test_a_resumed_training_is_the_uninterrupted_one(ranks, codec):
 
 def saved(rank):
     model = sharded(rank)
-    hook = gw.compress_fsdp(model, "qsgd:bits=3", None, feedback=True)
+    hook = gw.compress(model, "qsgd:bits=3", weights=None, feedback=True)
     train(rank, model, 1)
     return hook.state_dict()
 
 
 def loads(rank, states):
-    hook = gw.compress_fsdp(sharded(rank), "qsgd:bits=3", None, feedback=True)
+    hook = gw.compress(sharded(rank), "qsgd:bits=3", weights=None, feedback=True)
     hook.load_state_dict(states[min(rank.rank, len(states) - 1)])
 
 
 def test_a_state_of_another_world_rank_or_model_is_refused(ranks):
     states = ranks.run(2, saved)
-    assert refusal(ranks, 3, loads, states) == {"UsageError": "the state is of a world of 2, this one has 3"}
+    assert refusal(ranks, 3, loads, states) == {"UsageError": "the state was saved with 2 ranks, and there are 3 now"}
     kinds = refusal(ranks, 2, loads, states[::-1])
-    assert kinds == {"UsageError": "the state is of rank 1; this is rank 0"}
+    assert kinds == {"UsageError": "the state belongs to rank 1; this is rank 0"}
     for state in states:
         for part in state["ranks"].values():
             part["up"]["tail/0"] = part["up"].pop("blocks.0/0")
-    assert refusal(ranks, 2, loads, states) == {"UsageError": "the state has a residual of 'tail/0', but no such module"}
+    assert refusal(ranks, 2, loads, states) == {
+        "UsageError": "the state has a residual of 'tail/0', but no such module"
+    }

@@ -63,7 +63,8 @@ def test_bench_verifies_and_measures():
         for line in run("bench", "--json", "--codec", "fp32", "--codec", "qsgd:bits=4", *options).stdout.splitlines()
     ]
     assert [row["codec"] for row in rows] == ["fp32", "qsgd:bits=4"]
-    assert rows[0]["relative_l2_error"] == 0 and 0 < rows[1]["relative_l2_error"] < 0.5
+    assert rows[0]["error"] == 0 and 0 < rows[1]["error"] < 0.25  # squared
+    assert all(row["ratio"] == pytest.approx(32 / row["bits_per_element"]) for row in rows)
     assert 32 < rows[0]["bits_per_element"] < 33 and 4 < rows[1]["bits_per_element"] < 4.5
     assert all(
         row[name] > 0

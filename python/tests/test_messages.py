@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: many tensors in one message; and error feedback: what a step could not send is owed until it is."""
+"""Plans: many tensors in one message; and error feedback: what a step could not send is kept until it is sent."""
 
 import json
 
@@ -45,6 +45,7 @@ def test_messages_of_several_tensors_are_the_golden_ones(frame, golden):
                 tensor["dtype"],
                 codec.with_table(told["table"]) if told["table"] else codec,
                 tensor["first"],
+                tensor.get("shape", ()),
             )
         )
         if tensor["dtype"] == "bf16":
@@ -55,7 +56,7 @@ def test_messages_of_several_tensors_are_the_golden_ones(frame, golden):
     message = plan.encode(arrays, **{key: frame[key] for key in ("seed", "step", "stage", "rank", "world")})
     assert message == expected and len(message) == plan.nbytes and plan.elements == info["elements"]
     recorded = np.fromfile(golden / f"{frame['name']}.f32", "<f4")
-    as_f32 = gradwire.Plan([(name, count, "float32", codec, first) for name, count, dtype, codec, first in entries])
+    as_f32 = gradwire.Plan([(name, count, "float32", *rest) for name, count, _dtype, *rest in entries])
     np.testing.assert_array_equal(
         np.concatenate(as_f32.decode(expected) or [np.empty(0, "f4")]).view("u4"), recorded.view("u4")
     )
@@ -167,12 +168,12 @@ def test_a_plan_that_cannot_be(entries, words):
 # Error feedback.
 
 
-def test_what_is_owed_is_the_difference_and_only_once_committed(tensors):
+def test_the_residual_is_the_difference_once_it_is_committed(tensors):
     plan = gradwire.Plan([("w", 5000, "float32", "onebit"), ("b", 10)])
     arrays = [tensors[0], tensors[2]]
     feedback = gradwire.ErrorFeedback()
     feedback.add_plan(plan)
-    assert feedback.nbytes == 2 * 4 * 5000  # the lossless tensor owes nothing
+    assert feedback.nbytes == 2 * 4 * 5000  # the lossless tensor has no residual
     before = feedback.hash()
     message = plan.encode(arrays, step=0, feedback=feedback)
     assert feedback.hash() == before and not feedback.residual("w").any()
@@ -180,15 +181,15 @@ def test_what_is_owed_is_the_difference_and_only_once_committed(tensors):
     assert feedback.hash() == before
     assert plan.encode(arrays, step=0, feedback=feedback) == message
     feedback.commit(0)
-    owed = feedback.residual("w")
-    np.testing.assert_array_equal(owed, tensors[0] - plan.decode(message)[0])
+    residual = feedback.residual("w")
+    np.testing.assert_array_equal(residual, tensors[0] - plan.decode(message)[0])
     second = plan.encode(arrays, step=1, feedback=feedback)
     np.testing.assert_array_equal(
-        plan.decode(second)[0], plan.decode(plan.encode([tensors[0] + owed, tensors[2]], step=1))[0]
+        plan.decode(second)[0], plan.decode(plan.encode([tensors[0] + residual, tensors[2]], step=1))[0]
     )
 
 
-def test_what_was_sent_and_what_is_owed_add_up(tensors):
+def test_what_was_sent_and_the_residual_add_up(tensors):
     plan = gradwire.Plan([("w", 5000, "float32", "topk:ratio=0.1")])
     feedback = gradwire.ErrorFeedback()
     feedback.add_plan(plan)
@@ -257,13 +258,13 @@ def test_state_survives_a_file_and_another_world(dtype, tensors, tmp_path):
         feedback.save(tmp_path / f"{rank}.residual")
         ranks.append(gradwire.ErrorFeedback.load(tmp_path / f"{rank}.residual"))
         assert ranks[-1].hash() == feedback.hash()
-    debt = np.mean([rank.residual("w").astype("f8") for rank in ranks], axis=0)
+    mean_residual = np.mean([rank.residual("w").astype("f8") for rank in ranks], axis=0)
     before = [rank.hash() for rank in ranks]
     for world in (3, 6):
         moved = gradwire.ErrorFeedback.redistribute(ranks, world)
         assert len(moved) == world
         found = np.mean([rank.residual("w").astype("f8") for rank in moved], axis=0)
-        np.testing.assert_allclose(found, debt, rtol=2**-23 if dtype == "float32" else 2**-8, atol=1e-30)
+        np.testing.assert_allclose(found, mean_residual, rtol=2**-23 if dtype == "float32" else 2**-8, atol=1e-30)
     assert [rank.hash() for rank in ranks] == before  # lent, not taken
     with pytest.raises(gradwire.UsageError, match="same state twice"):
         gradwire.ErrorFeedback.redistribute([ranks[0], ranks[0]], 2)
@@ -288,7 +289,7 @@ def test_a_file_that_is_missing_or_damaged(tmp_path):
         gradwire.ErrorFeedback.load(tmp_path / "w")
     with pytest.raises(gradwire.UsageError, match="f16"):
         gradwire.ErrorFeedback("float16")
-    with pytest.raises(gradwire.UsageError, match="side is 'left'; allowed"):
-        feedback.add("x", 1, side="left")
+    with pytest.raises(gradwire.UsageError, match="(side|direction) is 'left'; allowed"):
+        feedback.add("x", 1, direction="left")
     with pytest.raises(gradwire.UsageError):
-        feedback.residual("nobody")
+        feedback.residual("unknown")

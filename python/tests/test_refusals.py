@@ -61,9 +61,9 @@ def test_a_tensor_that_cannot_be_encoded(torch):
 @pytest.mark.parametrize(
     "arguments, words, field",
     [
-        (dict(spec="qsdg"), "qsdg", None),
-        (dict(spec="qsgd:bits=77"), "from 2 to 8", "bits"),
-        (dict(spec=None), "NoneType.*string", "codec"),
+        (dict(codec="qsdg"), "qsdg", None),
+        (dict(codec="qsgd:bits=77"), "from 2 to 8", "bits"),
+        (dict(codec=None), "NoneType.*string", "codec"),
         (dict(step=-1), "step is -1; allowed", "step"),
         (dict(step=1.5), "step is 1.5", "step"),
         (dict(seed=2**64), "seed", "seed"),
@@ -82,7 +82,7 @@ def test_a_tensor_that_cannot_be_encoded(torch):
     ],
 )
 def test_a_wrong_argument_of_encode(arguments, words, field):
-    arguments.setdefault("spec", "qsgd")
+    arguments.setdefault("codec", "qsgd")
     refused(gradwire.UsageError, words, lambda: gradwire.encode(ONES, **arguments), field)
 
 
@@ -150,15 +150,15 @@ def test_a_flipped_bit_is_refused_wherever_it_is():
         refused(gradwire.FrameError, "bad message", lambda: gradwire.inspect(altered))
 
 
-def test_lies_behind_right_checksums_are_refused():
-    import wire_lies
+def test_malformed_frames_with_right_checksums_are_refused():
+    import malformed_frames
 
-    assert len(wire_lies.LIES) > 100
-    for _rule, name, edit, field in wire_lies.LIES:
-        lie = bytearray(wire_lies.golden(name))
-        edit(lie)
-        lie = wire_lies.reseal(bytes(lie))
-        refused(gradwire.FrameError, "bad message", lambda: gradwire.decode_all(lie, max_elements=2**26), field)
+    assert len(malformed_frames.MALFORMED) > 100
+    for _rule, name, edit, field in malformed_frames.MALFORMED:
+        frame = bytearray(malformed_frames.golden(name))
+        edit(frame)
+        frame = malformed_frames.reseal(bytes(frame))
+        refused(gradwire.FrameError, "bad message", lambda: gradwire.decode_all(frame, max_elements=2**26), field)
 
 
 def test_a_frame_of_more_elements_than_wanted_is_refused_before_memory_is_taken():

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,6 +14,8 @@
 
 namespace gradwire {
 
+class Fitter;  // codec/fitter.h
+
 struct Parameter {
   enum class Type { integer, power_of_two, real, choice };
   std::string name;
@@ -21,7 +24,8 @@ struct Parameter {
   double low = 0, high = 0;  // numbers; both ends allowed
   std::vector<std::string> choices;
   std::string meaning;
-  bool learning = false;  // says how the codec learns, not how a step is encoded
+  bool learning = false;  // says how the codec learns, not how a step is encoded: it is no part of a message
+  std::string alone;      // its value when one tensor is fitted by itself, at once; empty: the given one
 
   std::string allowed() const;                            // in words
   std::string canonical(const std::string& value) const;  // throws Error{usage}
@@ -40,15 +44,29 @@ using Table = std::span<const uint32_t>;
 struct CodecDef {
   std::string name;
   std::string summary;
-  std::string example;
-  std::vector<Parameter> parameters;
+  std::string example;                  // what a user would write
+  std::vector<std::string> specs = {};  // further specs worth testing, beside each parameter at its ends
+  std::vector<Parameter> parameters = {};
   std::function<Scheme(const Values&)> scheme;  // may throw Error{usage} where values do not go together
   std::function<Traits(const Values&)> traits;
-  // Codecs that learn. `apply` puts a table (of any content: it may come from a message) into a scheme, and what the drivers look up
-  // into `floats`, which stays where it is; it throws Error{usage, "table"}. An empty table means the defaults.
+
+  // Codecs with a table. `apply` puts it into a scheme, and what the drivers look up into `floats`, which stays where
+  // it is. An empty table means the defaults; others are of any content, for they may come from a message, and `apply`
+  // throws Error{usage, "table"}. Codecs without a fitter are given empty tables only.
   std::function<void(const Values&, Table, Scheme&, std::vector<float>& floats)> apply = {};
   std::function<std::vector<std::string>(const Values&, Table)> describe = {};
+
+  // The codec that rounds to nearest instead of at random; null: it has no such choice.
+  Codec (*nearest)(const Codec&) = nullptr;
+  // Makes what learns the table while a model trains; null: the codec learns nothing. `elements` are those that one
+  // rank sends with this codec in a step.
+  std::unique_ptr<Fitter> (*fitter)(const Codec&, uint64_t elements, int world) = nullptr;
+  const UnitOps* unit = nullptr;  // codecs with units of their own: unit.h
 };
+
+const CodecDef& definition_of(const Codec& codec);
+Codec nearest_of(const Codec& codec);  // the codec itself where there is no choice
+Codec alone_of(const Codec& codec);    // with the values of Parameter::alone
 
 #define GW_CODEC(name) CodecDef codec_##name();
 #include "codec/codecs.def"

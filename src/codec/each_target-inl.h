@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// GW_TARGET(bit, namespace) for every vector target that this compiler built, best first. No include guard: whoever includes it says
-// what GW_TARGET does.
+// GW_TARGET(bit, namespace) for every vector target that this compiler built, best first. No include guard: whoever
+// includes it says what GW_TARGET does.
 #if HWY_TARGETS & HWY_AVX3
 GW_TARGET(HWY_AVX3, N_AVX3)
 #endif

@@ -8,8 +8,9 @@
 #include <cmath>
 
 #include "codec/define.h"
+#include "codec/regions.h"
+#include "core/nearest.h"
 #include "core/spec.h"
-#include "device/regions.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -76,36 +77,55 @@ struct Codec::Impl {
   Values values;
   Scheme scheme;
   Traits traits;
-  std::string text;
+  std::string text, wire_text;  // with all parameters; with those that a decoder needs
   std::vector<uint32_t> table;
   std::vector<float> floats;  // what scheme.table points to
 
+  // `wire`: of a message, which has no learning parameters.
+  static std::shared_ptr<const Impl> parse(std::string_view spec, bool wire);
+
   Impl(const CodecDef& d, Values v, Table t)
       : def(&d), values(std::move(v)), scheme(d.scheme(values)), traits(d.traits(values)), table(t.begin(), t.end()) {
-    traits.learns = d.apply != nullptr;
-    if (d.apply)
-      d.apply(values, table, scheme, floats);
-    else if (!table.empty())
+    traits.learns = d.fitter != nullptr;
+    if (!table.empty() && !d.fitter)
       throw Error(ErrorKind::usage,
                   fmt::format("table has {} words; {} learns nothing and has none", table.size(), d.name), "table");
+    if (d.apply) d.apply(values, table, scheme, floats);
     if (!floats.empty()) {
       floats.resize(std::max<size_t>(floats.size(), 32));  // vectors load whole tables
       scheme.table = floats.data();
       scheme.table_size = static_cast<uint32_t>(floats.size());
     }
-    text = d.name;
-    char separator = ':';
+    text = wire_text = d.name;
     for (const Parameter& p : d.parameters) {
-      text += fmt::format("{}{}={}", separator, p.name, values.text.at(p.name));
-      separator = ',';
+      const std::string item = fmt::format("{}={}", p.name, values.text.at(p.name));
+      text += (text.size() == d.name.size() ? ':' : ',') + item;
+      if (!p.learning) wire_text += (wire_text.size() == d.name.size() ? ':' : ',') + item;
     }
   }
 };
 
+const CodecDef& definition_of(const Codec& codec) { return *codec.impl_->def; }
+
+Codec nearest_of(const Codec& codec) {
+  const CodecDef& def = definition_of(codec);
+  return def.nearest ? def.nearest(codec) : codec;
+}
+
+Codec alone_of(const Codec& codec) {
+  Codec alone = codec;
+  for (const Parameter& p : definition_of(codec).parameters)
+    if (!p.alone.empty()) alone = alone.with(p.name, p.alone);
+  return alone;
+}
+
 Codec::Codec(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
 Codec::Codec() : Codec(parse("fp32")) {}
 
-Codec Codec::parse(std::string_view spec) {
+Codec Codec::parse(std::string_view spec) { return Codec(Impl::parse(spec, false)); }
+Codec Codec::parse_wire(std::string_view spec) { return Codec(Impl::parse(spec, true)); }
+
+std::shared_ptr<const Codec::Impl> Codec::Impl::parse(std::string_view spec, bool wire) {
   const std::string_view name = name_of_spec(spec);
   const CodecDef* def = nullptr;
   for (const CodecDef& d : definitions())
@@ -113,18 +133,28 @@ Codec Codec::parse(std::string_view spec) {
   if (!def) {
     std::vector<std::string> names;
     for (const CodecDef& d : definitions()) names.push_back(d.name);
-    throw Error(ErrorKind::usage, fmt::format("codec is '{}'; known are {}", shown(name), fmt::join(names, ", ")),
+    const std::string meant = nearest_name(name, names);
+    throw Error(ErrorKind::usage,
+                fmt::format("codec is '{}'{}; known are {}", shown(name),
+                            meant.empty() ? "" : fmt::format(" (did you mean {}?)", meant), fmt::join(names, ", ")),
                 "codec");
   }
-  Values values{parse_spec("codec", spec, def->parameters)};
-  return Codec(std::make_shared<Impl>(*def, std::move(values), Table{}));
+  Values values{parse_spec("codec", spec, def->parameters, [&](const Parameter& p) {
+    if (wire && p.learning)
+      throw Error(ErrorKind::usage,
+                  fmt::format("{} of {} says how a sender learns and is no part of a message", p.name, def->name),
+                  p.name);
+  })};
+  return std::make_shared<Impl>(*def, std::move(values), Table{});
 }
 
 std::string Codec::str() const { return impl_->text; }
+std::string Codec::wire_spec() const { return impl_->wire_text; }
 const std::string& Codec::name() const { return impl_->def->name; }
 Traits Codec::traits() const { return impl_->traits; }
 const Scheme& Codec::scheme() const { return impl_->scheme; }
-uint64_t Codec::bytes(uint64_t count) const { return region_words(impl_->scheme, count) * 4; }
+const UnitOps* Codec::unit_ops() const { return impl_->def->unit; }
+uint64_t Codec::bytes(uint64_t count) const { return region_words(*this, count) * 4; }
 bool Codec::has(std::string_view parameter) const { return impl_->values.text.count(std::string(parameter)) > 0; }
 
 std::string Codec::get(std::string_view parameter) const {
@@ -161,8 +191,10 @@ const std::vector<CodecInfo>& codecs() {
   static const std::vector<CodecInfo> all = [] {
     std::vector<CodecInfo> out;
     for (const CodecDef& d : definitions()) {
-      CodecInfo info{d.name, d.summary, d.example, {}};
-      for (const Parameter& p : d.parameters) info.parameters.push_back({p.name, p.fallback, p.allowed(), p.meaning});
+      CodecInfo info{d.name, d.summary, d.example, {d.name, d.example}, {}};
+      info.specs.insert(info.specs.end(), d.specs.begin(), d.specs.end());
+      for (const Parameter& p : d.parameters)
+        info.parameters.push_back({p.name, p.fallback, p.allowed(), p.meaning, p.learning});
       out.push_back(std::move(info));
     }
     return out;

@@ -5,19 +5,14 @@
 
 #include <set>
 
+#include "codec/define.h"
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 
 namespace gradwire {
 namespace {
 
-// The down stage has one sender per element, so nothing averages its random errors out: round to nearest.
-Codec to_nearest(const Codec& codec) {
-  if (codec.has("rounding")) return codec.with("rounding", "nearest");
-  return codec.name() == "optquant" ? codec.with("mode", "biased") : codec;
-}
-
-// A lossless codec leaves no residual: room for one would be zeros for ever.
+// A lossless codec leaves no residual: memory for one would hold zeros for ever.
 bool wants_residual(const Codec& codec, ReduceOptions::Feedback choice) {
   const Traits traits = codec.traits();
   if (traits.lossless || choice == ReduceOptions::Feedback::off) return false;
@@ -38,20 +33,34 @@ Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOption
     : collective(std::move(name)), tensors(list.begin(), list.end()), options(given), memory(memory_of(given.device)) {
   if (options.device.kind == Device::Kind::cuda && cuda_devices() == 0)
     throw Error(ErrorKind::unsupported, "no GPU can be used: " + cuda_description(), "device");
+  // Options that would have no effect are refused: whoever set them expects one.
+  if (collective == "gather" && !options.down.empty())
+    throw Error(ErrorKind::usage,
+                fmt::format("down is '{}'; the method gather sends nothing down, so only scatter has a down codec",
+                            options.down),
+                "down");
+  if (options.residual != DType::f32 && options.feedback == ReduceOptions::Feedback::off &&
+      options.owner_feedback == ReduceOptions::Feedback::off)
+    throw Error(ErrorKind::usage,
+                fmt::format("residual is {}; with feedback and owner_feedback off there are no residuals",
+                            gradwire::name_of(options.residual)),
+                "residual");
   std::set<std::string_view> names;
   for (const NamedTensor& tensor : tensors)
     if (!names.insert(tensor.name).second)
-      throw Error(ErrorKind::usage,
-                  fmt::format("tensor name '{}' stands twice in the list; names must differ, residuals and random bits "
-                              "hang on them",
-                              tensor.name),
-                  "name");
+      throw Error(
+          ErrorKind::usage,
+          fmt::format("tensor name '{}' stands twice in the list; names must differ, because residuals and random "
+                      "bits depend on them",
+                      tensor.name),
+          "name");
   const Rules up_rules = Rules::parse(options.up);
   up_text_ = up_rules.str();
   down_text_ = "as up, to nearest";
   for (const NamedTensor& tensor : tensors) {
     up.push_back(up_rules.codec_for(tensor.name, tensor.dimensions, tensor.count));
-    down.push_back(to_nearest(up.back()));
+    // Downwards there is one sender per element, so nothing averages its random errors out: round to nearest.
+    down.push_back(nearest_of(up.back()));
   }
   if (!options.down.empty()) {
     const Rules rules = Rules::parse(options.down);
@@ -65,22 +74,22 @@ Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOption
   }
 }
 
-Terms Job::terms() const {
-  Terms terms;
-  terms.common = {{"version", std::to_string(kWireVersion)},
-                  {"collective", collective},
-                  {"op", options.op == ReduceOptions::Op::mean ? "mean" : "sum"},
-                  {"up", up_text_},
-                  {"down", down_text_},
-                  {"feedback", fmt::format("{}, owner {}, {}", name_of(options.feedback),
-                                           name_of(options.owner_feedback), gradwire::name_of(options.residual))},
-                  {"seed", std::to_string(options.seed)}};
+Handshake Job::handshake() const {
+  Handshake handshake;
+  handshake.common = {{"version", std::to_string(kWireVersion)},
+                      {"collective", collective},
+                      {"op", options.op == ReduceOptions::Op::mean ? "mean" : "sum"},
+                      {"up", up_text_},
+                      {"down", down_text_},
+                      {"feedback", fmt::format("{}, owner {}, {}", name_of(options.feedback),
+                                               name_of(options.owner_feedback), gradwire::name_of(options.residual))},
+                      {"seed", std::to_string(options.seed)}};
   for (size_t i = 0; i < tensors.size(); ++i)
-    terms.tensors.push_back({{"name", tensors[i].name},
-                             {"count", std::to_string(tensors[i].count)},
-                             {"dtype", std::string(gradwire::name_of(tensors[i].dtype))},
-                             {"codec", fmt::format("{} up, {} down", up[i].str(), down[i].str())}});
-  return terms;
+    handshake.tensors.push_back({{"name", tensors[i].name},
+                                 {"count", std::to_string(tensors[i].count)},
+                                 {"dtype", std::string(gradwire::name_of(tensors[i].dtype))},
+                                 {"codec", fmt::format("{} up, {} down", up[i].str(), down[i].str())}});
+  return handshake;
 }
 
 std::vector<Shard> Job::whole(int owner) const {
@@ -97,31 +106,31 @@ std::vector<Shard> Job::of_owner(std::span<const Shard> all, int owner) {
   return mine;
 }
 
-std::vector<TensorSpec> Job::specs(std::span<const Shard> shards, Side side, bool as_f32) const {
+std::vector<TensorSpec> Job::specs(std::span<const Shard> shards, Direction direction, bool as_f32) const {
   std::vector<TensorSpec> list;
   for (const Shard& shard : shards) {
     const NamedTensor& tensor = tensors[shard.tensor];
     list.push_back({.name = tensor.name,
                     .count = shard.count,
                     .dtype = as_f32 ? DType::f32 : tensor.dtype,
-                    .codec = side == Side::up ? up[shard.tensor] : down[shard.tensor],
+                    .codec = direction == Direction::up ? up[shard.tensor] : down[shard.tensor],
                     .first = shard.first});
   }
   return list;
 }
 
-void Job::add_residuals(ErrorFeedback& feedback, std::span<const Shard> shards, Side side) const {
+void Job::add_residuals(ErrorFeedback& feedback, std::span<const Shard> shards, Direction direction) const {
   const Device &there = feedback.device(), &here = options.device;
   const bool cuda = here.kind == Device::Kind::cuda;
   if (there.kind != here.kind || (cuda && there.index != here.index))
     throw Error(ErrorKind::usage,
-                fmt::format("the residuals live on {}, the tensors on {}; load or make them for that device",
+                fmt::format("the residuals are on {}, the tensors on {}; load or make them for that device",
                             text_of(there), text_of(here)),
                 "feedback");
   for (const Shard& shard : shards)
-    if ((side == Side::up ? up_feedback[shard.tensor] : down_feedback[shard.tensor]) &&
-        !feedback.holds(side, tensors[shard.tensor].name, shard.count, shard.first))
-      feedback.add(side, tensors[shard.tensor].name, shard.count, shard.first);
+    if ((direction == Direction::up ? up_feedback[shard.tensor] : down_feedback[shard.tensor]) &&
+        !feedback.holds(direction, tensors[shard.tensor].name, shard.count, shard.first))
+      feedback.add(direction, tensors[shard.tensor].name, shard.count, shard.first);
 }
 
 void Job::check_pointers(std::span<const void* const> pointers, const char* what) const {

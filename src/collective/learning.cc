@@ -7,7 +7,8 @@
 
 namespace gradwire {
 
-Learning::Learning(const Job& job, Side side, int world) : fixed_(side == Side::up ? job.up : job.down) {
+Learning::Learning(const Job& job, Direction direction, int world)
+    : fixed_(direction == Direction::up ? job.up : job.down) {
   std::map<std::string, std::vector<size_t>> same;
   for (size_t i = 0; i < fixed_.size(); ++i)
     if (fixed_[i].traits().learns) same[fixed_[i].str()].push_back(i);
@@ -15,10 +16,10 @@ Learning::Learning(const Job& job, Side side, int world) : fixed_(side == Side::
     uint64_t elements = 0;
     for (size_t i : tensors) elements += job.tensors[i].count;
     const Codec codec = fixed_[tensors[0]];
-    // Down, every element has one sender.
-    Learner learner(codec, elements, side == Side::up ? world : 1);
-    learners_.push_back(
-        {fmt::format("{}:{}", side == Side::up ? "up" : "down", spec), std::move(tensors), std::move(learner)});
+    // On the way down every element has one sender.
+    Learner learner(codec, elements, direction == Direction::up ? world : 1);
+    learners_.push_back({fmt::format("{}:{}", direction == Direction::up ? "up" : "down", spec), std::move(tensors),
+                         std::move(learner)});
   }
 }
 
@@ -31,15 +32,13 @@ std::vector<Codec> Learning::codecs(uint64_t step, double rate) const {
   return all;
 }
 
-bool Learning::looks(uint64_t step) const {
-  return std::any_of(learners_.begin(), learners_.end(), [&](const Entry& entry) { return entry.learner.looks(step); });
-}
 bool Learning::ahead() const {
   return std::any_of(learners_.begin(), learners_.end(), [](const Entry& entry) { return entry.learner.ahead(); });
 }
 
-void Learning::look(Runner& runner, std::span<const Shard> shards, uint64_t step, std::span<const void* const> tensors,
-                    const Residuals* residuals, std::span<const std::byte> message, bool ahead) {
+void Learning::observe(Runner& runner, std::span<const Shard> shards, uint64_t step,
+                       std::span<const void* const> tensors, const Residuals* residuals,
+                       std::span<const std::byte> message, bool ahead) {
   for (Entry& entry : learners_) {
     if (!entry.due(step, ahead)) continue;
     std::vector<uint32_t> which;
@@ -47,24 +46,24 @@ void Learning::look(Runner& runner, std::span<const Shard> shards, uint64_t step
       if (std::find(entry.tensors.begin(), entry.tensors.end(), shards[s].tensor) != entry.tensors.end())
         which.push_back(s);
     if (which.empty()) continue;
-    entry.learner.look(runner, which, step, tensors, residuals, message);
+    entry.learner.observe(runner, which, step, tensors, residuals, message);
     runner.wait();
     entry.learner.collect();
   }
 }
 
-size_t Learning::evidence_bytes(uint64_t step, bool ahead) const {
+size_t Learning::stats_bytes(uint64_t step, bool ahead) const {
   size_t bytes = 0;
   for (const Entry& entry : learners_)
-    if (entry.due(step, ahead)) bytes += entry.learner.evidence_bytes();
+    if (entry.due(step, ahead)) bytes += entry.learner.stats_bytes();
   return bytes;
 }
 
-void Learning::take_evidence(uint64_t step, bool ahead, std::span<std::byte> out) {
+void Learning::take_stats(uint64_t step, bool ahead, std::span<std::byte> out) {
   for (Entry& entry : learners_) {
     if (!entry.due(step, ahead)) continue;
-    entry.learner.take_evidence(out.first(entry.learner.evidence_bytes()));
-    out = out.subspan(entry.learner.evidence_bytes());
+    entry.learner.take_stats(out.first(entry.learner.stats_bytes()));
+    out = out.subspan(entry.learner.stats_bytes());
   }
 }
 
@@ -73,39 +72,52 @@ void Learning::learn(uint64_t step, bool ahead, std::span<const std::span<const 
   for (Entry& entry : learners_) {
     if (!entry.due(step, ahead)) continue;
     std::vector<std::span<const std::byte>> own;
-    for (const auto& one : ranks) own.push_back(one.subspan(at, entry.learner.evidence_bytes()));
+    for (const auto& one : ranks) own.push_back(one.subspan(at, entry.learner.stats_bytes()));
     entry.learner.learn(step, own);
-    at += entry.learner.evidence_bytes();
+    at += entry.learner.stats_bytes();
   }
 }
 
-void Learning::learn(Engine& engine, uint64_t step, bool ahead, ReduceTimer& clock) {
-  const size_t bytes = evidence_bytes(step, ahead);
-  if (bytes == 0) return;
-  const auto world = static_cast<size_t>(engine.size()), me = static_cast<size_t>(engine.rank());
-  std::vector<std::vector<std::byte>> all(world, std::vector<std::byte>(bytes));
-  take_evidence(step, ahead, all[me]);
-  {
-    const auto timer = clock.wait();
-    engine.all_gather(all[me], std::vector<Bytes>(all.begin(), all.end())).wait();
-  }
-  const auto timer = clock.encode();
-  learn(step, ahead, std::vector<std::span<const std::byte>>(all.begin(), all.end()));
-}
-
-void Learning::release(size_t tensor) {
+void Learning::exempt(size_t tensor) {
   fixed_[tensor] = Codec();
   for (Entry& entry : learners_) std::erase(entry.tensors, tensor);
 }
 
-void Learning::keep(ErrorFeedback& feedback) const {
-  for (const Entry& entry : learners_) feedback.set_note(entry.note, entry.learner.save());
+void Learning::save(ErrorFeedback& feedback) const {
+  for (const Entry& entry : learners_) feedback.set_extra(entry.name, entry.learner.save());
 }
 
 void Learning::restore(const ErrorFeedback& feedback) {
   for (Entry& entry : learners_) {
-    const auto found = feedback.notes().find(entry.note);
-    if (found != feedback.notes().end()) entry.learner.restore(found->second);
+    const auto found = feedback.extras().find(entry.name);
+    if (found != feedback.extras().end()) entry.learner.restore(found->second);
+  }
+}
+
+size_t stats_bytes(const Learnings& learnings, uint64_t step, bool ahead) {
+  size_t bytes = 0;
+  for (const Learning* one : learnings) bytes += one->stats_bytes(step, ahead);
+  return bytes;
+}
+
+void take_stats(const Learnings& learnings, uint64_t step, bool ahead, std::span<std::byte> out) {
+  for (Learning* one : learnings) {
+    const size_t bytes = one->stats_bytes(step, ahead);
+    one->take_stats(step, ahead, out.first(bytes));
+    out = out.subspan(bytes);
+  }
+}
+
+void learn(const Learnings& learnings, uint64_t step, bool ahead, std::span<const std::byte> all_ranks, int world) {
+  const size_t bytes = stats_bytes(learnings, step, ahead);
+  size_t at = 0;
+  for (Learning* one : learnings) {
+    const size_t own = one->stats_bytes(step, ahead);
+    std::vector<std::span<const std::byte>> ranks;
+    for (size_t rank = 0; rank < static_cast<size_t>(world); ++rank)
+      ranks.push_back(all_ranks.subspan(rank * bytes + at, own));
+    one->learn(step, ahead, ranks);
+    at += own;
   }
 }
 

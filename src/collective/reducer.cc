@@ -1,250 +1,278 @@
 // SPDX-License-Identifier: Apache-2.0
-// The all-reduce. `gather` is an UpStage with everybody as the owner of everything; `scatter` is an UpStage and a
-// DownStage. A step that fails is rolled back here, so that it changes no residual.
-#include <algorithm>
-#include <map>
+// The all-reduce over an engine: the coding core (ModelCore, and one bucket of all tensors), an engine that moves the
+// messages, and a CommandQueue that runs the steps in order. A step that fails is rolled back here, so that it changes no
+// residual.
+#include <fmt/format.h>
+
+#include <numeric>
 #include <optional>
 #include <utility>
 
-#include "collective/issuer.h"
-#include "collective/stages.h"
-#include "collective/sums.h"
+#include "collective/bucket_transfer.h"
+#include "collective/command_queue.h"
+#include "collective/model_core.h"
 #include "core/bits.h"
+#include "gradwire/error.h"
 
 namespace gradwire {
 namespace {
 
-struct Pending final : Handle::State {
-  explicit Pending(std::shared_ptr<Issuer::Ticket> t) : ticket(std::move(t)) {}
+struct PendingStep final : Handle::State {
+  explicit PendingStep(std::shared_ptr<CommandQueue::Ticket> t) : ticket(std::move(t)) {}
   void wait() override { ticket->wait(); }
-  std::shared_ptr<Issuer::Ticket> ticket;
+  std::shared_ptr<CommandQueue::Ticket> ticket;
 };
 
 struct Request {
-  uint64_t step;
-  std::vector<const void*> in;
-  std::vector<void*> out;
-  float loss_scale;
-  double rate;
+  uint64_t step = 0;
+  std::vector<const void*> in = {};
+  std::vector<void*> out = {};
+  float loss_scale = 1;
+  double rate = 0;
+  std::optional<std::vector<size_t>> in_sizes, out_sizes;  // in floats, where the caller gave spans
 };
+
+// A span of the wrong size or type would be read or written out of bounds.
+void check_floats(const Job& job, const std::optional<std::vector<size_t>>& sizes, const char* what) {
+  for (size_t i = 0; sizes && i < sizes->size(); ++i) {
+    const NamedTensor& tensor = job.tensors[i];
+    if (tensor.dtype != DType::f32)
+      throw Error(ErrorKind::usage,
+                  fmt::format("{} is float, tensor '{}' is {}", what, tensor.name, name_of(tensor.dtype)), what);
+    if (tensor.count != (*sizes)[i])
+      throw Error(ErrorKind::usage,
+                  fmt::format("{} has {} elements, tensor '{}' has {}", what, (*sizes)[i], tensor.name, tensor.count),
+                  what);
+  }
+}
 
 }  // namespace
 
 struct Reducer::State {
-  State(Engine& e, const Device& device) : engine(e), issuer(Issuer::of(e)), clock(device) {}
+  State(Engine& e, const Device& device) : engine(e), queue(CommandQueue::of(e)), timer(device) {}
 
-  Engine& engine;
-  std::shared_ptr<Issuer> issuer;
-  ReduceTimer clock;
-  std::unique_ptr<Job> job;
-  std::unique_ptr<UpStage> up;
-  std::unique_ptr<DownStage> down;  // scatter
-  ErrorFeedback feedback;
-  std::unique_ptr<Learning> up_learning, down_learning;
-  std::map<std::string, std::vector<std::byte>> kept;  // the notes that this reducer wrote last
-  std::map<std::string, std::vector<std::byte>> undo;  // ... and those before the step that may still be rolled back
-  std::optional<uint64_t> undo_step;
-  double rate = 0;
-  uint64_t terms = 0;
-  std::unique_ptr<Sums> sums;
-
-  void build(std::span<const NamedTensor> tensors, const ReduceOptions& options) {
-    const bool scatter = options.method == ReduceOptions::Method::scatter;
-    job = std::make_unique<Job>(scatter ? "scatter" : "gather", tensors, options);
-    feedback = ErrorFeedback(options.residual, options.device);
-    up = std::make_unique<UpStage>(engine, *job, scatter ? UpStage::Owners::shards : UpStage::Owners::everybody, clock);
-    job->add_residuals(feedback, job->whole(), Side::up);
-    if (scatter) {
-      down = std::make_unique<DownStage>(engine, *job, clock);
-      job->add_residuals(feedback, down->mine(), Side::down);
-    }
-    up_learning = std::make_unique<Learning>(*job, Side::up, engine.size());
-    down_learning = std::make_unique<Learning>(*job, Side::down, engine.size());
-    keep();
-    sums = std::make_unique<Sums>(job->memory, *job, up->mine(), !scatter);
+  void build(std::vector<NamedTensor> tensors, const ReduceOptions& options) {
+    model.emplace(std::move(tensors), CoderOptions{.reduce = options, .rank = engine.rank(), .world = engine.size()});
+    std::vector<size_t> all(model->job.tensors.size());
+    std::iota(all.begin(), all.end(), size_t{0});
+    bucket.emplace(engine, model->job, model->bucket(all), timer);
+    manual = options.commit == ReduceOptions::Commit::manual;
   }
 
-  // The codecs of a step; what was learned may have been restored with the residuals since the last one.
-  void recode(const Request& request) {
-    if (feedback.notes() != kept) {
-      up_learning->restore(feedback);
-      down_learning->restore(feedback);
-      kept = feedback.notes();
-    }
-    recode_up(request);
-    recode_down(request);
-  }
-  void recode_up(const Request& request) {
-    std::vector<Codec> codecs = up_learning->codecs(request.step, request.rate);
-    if (codecs == job->up) return;
-    job->up = std::move(codecs);
-    up->recode();
-  }
-  void recode_down(const Request& request) {
-    if (!down) return;
-    std::vector<Codec> codecs = down_learning->codecs(request.step, request.rate);
-    if (codecs == job->down) return;
-    job->down = std::move(codecs);
-    down->recode();
-  }
-  void learn(uint64_t step) {
-    up_learning->learn(engine, step, false, clock);
-    if (down) down_learning->learn(engine, step, false, clock);
-    keep();
-  }
-  void keep() {
-    up_learning->keep(feedback);
-    if (down) down_learning->keep(feedback);
-    kept = feedback.notes();
-  }
-  // A step that is rolled back has taught nothing.
-  void unlearn(uint64_t step) {
-    if (undo_step != step) return;
-    for (const auto& [name, bytes] : undo) feedback.set_note(name, bytes);
-    up_learning->restore(feedback);
-    down_learning->restore(feedback);
-    kept = feedback.notes();
-    undo_step.reset();
-  }
-  // Ranks that learned different things must not exchange data.
-  uint64_t agreed_terms() const {
-    uint64_t h = terms;
-    for (const auto* codecs : {&job->up, &job->down})
-      for (const Codec& codec : *codecs)
-        for (uint32_t word : codec.table()) h = mix64(h ^ word);
-    return h;
+  Handle submit(Request request) {
+    return Handle(std::make_unique<PendingStep>(queue->submit([this, request = std::move(request)] { run(request); })));
   }
 
   void run(const Request& request) {
-    bool begun = false;
     try {
       take_part(
           engine,
           [&] {
-            job->check_pointers(request.in, "in");
-            job->check_pointers({request.out.data(), request.out.size()}, "out");
-            const auto timer = clock.encode();
-            recode(request);
-            const StepContext context{request.step, &feedback, request.loss_scale};
-            up->begin(context);
-            begun = true;
-            if (down) down->begin(context);
+            model->job.check_pointers(request.in, "in");
+            model->job.check_pointers({request.out.data(), request.out.size()}, "out");
+            check_floats(model->job, request.in_sizes, "in");
+            check_floats(model->job, request.out_sizes, "out");
+            const auto timing = timer.encode();
+            model->begin(request.step, {.loss_scale = request.loss_scale, .rate = request.rate});
+            bucket->follow(model->epochs);
+            bucket->begin(model->context());
           },
           [&](std::exception_ptr failure) {
-            const auto timer = clock.wait();
-            agree_step(engine, agreed_terms(), request.step, request.loss_scale, failure);
+            const auto timing = timer.wait();
+            agree_step(engine, agreed_now(), request.step, request.loss_scale, failure);
           },
           [&] {
             move(request);
-            learn(request.step);
+            finish(request);
           });
     } catch (...) {
-      if (begun) feedback.rollback(request.step);
-      unlearn(request.step);
+      model->abandon();
       throw;
     }
   }
 
   void move(const Request& request) {
-    undo_step = request.step;
-    undo = kept;
-    std::vector<void*> outputs;
-    for (const Shard& shard : up->mine()) outputs.push_back(request.out[shard.tensor]);
-    const std::vector<float*> at = sums->places(outputs);
-    if (up_learning->ahead()) {
-      up->look_ahead(request.step, request.in, *up_learning);
-      up_learning->learn(engine, request.step, true, clock);
-      const auto timer = clock.encode();
-      recode_up(request);
+    ModelCore& m = *model;
+    Learning *const up = m.learning(Direction::up), *const down = m.learning(Direction::down);
+    if (up && up->ahead()) {
+      bucket->observe_up(request.step, request.in, *up);
+      learn_ahead(Direction::up);
     }
-    up->run(request.step, request.in, at, up_learning.get());
-    finish(outputs, at);
-    if (down) {
-      const std::vector<const float*> values(at.begin(), at.end());
-      if (down_learning->ahead()) {
-        down->look_ahead(request.step, values, *down_learning);
-        down_learning->learn(engine, request.step, true, clock);
-        const auto timer = clock.encode();
-        recode_down(request);
-      }
-      down->run(request.step, values, request.out, down_learning.get());
+    bucket->up(request.step, request.in, up_outputs(request), up);
+    if (!m.has_down()) return;
+    if (down && down->ahead()) {
+      bucket->observe_down(request.step, *down);
+      learn_ahead(Direction::down);
     }
+    bucket->down(request.step, {}, request.out, down);
   }
 
-  // Means; where everybody has them all, in the outputs.
-  void finish(std::span<void* const> outputs, std::span<float* const> at) {
-    const auto timer = clock.decode();
-    finish_sums(*job, job->device(), engine.size(), up->mine(), at);
-    if (down) return;
-    sums->round(job->device(), outputs);
-    job->memory->wait();
+  // Where decode_up puts the results: with scatter nowhere, they come with the messages of the owners.
+  std::vector<void*> up_outputs(const Request& request) {
+    if (model->has_down()) return {};
+    return locate(model->job, bucket->core().up_shards(), std::span<void* const>(request.out));
   }
+
+  // All ranks see the same results, so all decide alike. Learning is collective and may fail, so it comes before the
+  // residuals change.
+  void finish(const Request& request) {
+    ModelCore& m = *model;
+    if (manual) {
+      learn(m.learnings, request.step, false);
+      return m.leave_open();
+    }
+    if (!m.stateless()) {
+      const auto timing = timer.decode();
+      const BucketCore& core = bucket->core();
+      m.finite.check(m.job.device(),
+                     m.has_down() ? core.down_results(request.out) : core.up_results(up_outputs(request)));
+      if (m.finite.bad()) return m.abandon();
+    }
+    learn(m.learnings, request.step, false);
+    m.commit();
+  }
+
+  void learn_ahead(Direction direction) {
+    learn({model->learning(direction)}, *model->step, true);
+    const auto timing = timer.encode();
+    model->choose(direction);
+    bucket->follow(model->epochs);
+  }
+
+  void learn(const Learnings& learnings, uint64_t step, bool ahead) {
+    const size_t bytes = stats_bytes(learnings, step, ahead);
+    if (bytes == 0) return;
+    const auto world = static_cast<size_t>(engine.size()), me = static_cast<size_t>(engine.rank());
+    std::vector<std::byte> all(bytes * world);
+    std::vector<Bytes> ranks;
+    for (size_t p = 0; p < world; ++p) ranks.push_back(std::span(all).subspan(p * bytes, bytes));
+    take_stats(learnings, step, ahead, ranks[me]);
+    {
+      const auto timing = timer.wait();
+      engine.all_gather(ranks[me], ranks).wait();
+    }
+    const auto timing = timer.encode();
+    gradwire::learn(learnings, step, ahead, all, engine.size());
+  }
+
+  // Ranks that have learned different things must not exchange data.
+  uint64_t agreed_now() const {
+    uint64_t h = agreed;
+    for (const auto* codecs : {&model->job.up, &model->job.down})
+      for (const Codec& codec : *codecs)
+        for (uint32_t word : codec.table()) h = mix64(h ^ word);
+    return h;
+  }
+
+  void expect_manual(const char* what) const {
+    if (!manual)
+      throw Error(
+          ErrorKind::usage,
+          fmt::format("{}: this reducer commits a step by itself if its results are finite; ReduceOptions::commit "
+                      "= manual leaves it to the caller",
+                      what),
+          "commit");
+  }
+
+  Engine& engine;
+  std::shared_ptr<CommandQueue> queue;
+  ReduceTimer timer;
+  std::optional<ModelCore> model;
+  std::optional<BucketTransfer> bucket;
+  bool manual = false;
+  double rate = 0;
+  uint64_t agreed = 0;
 };
 
 Reducer::Reducer(Engine& engine, std::vector<NamedTensor> tensors, const ReduceOptions& options)
     : state_(std::make_unique<State>(engine, options.device)) {
   State& state = *state_;
   std::exception_ptr failure;
-  Terms terms;
+  Handshake handshake;
   try {
-    state.build(tensors, options);
-    terms = state.job->terms();
+    state.build(std::move(tensors), options);
+    handshake = state.model->job.handshake();
   } catch (...) {
     failure = std::current_exception();
   }
-  state.issuer->submit([&] { agree(engine, terms, failure); })->wait();
-  state.terms = terms.hash();
+  state.queue->submit([&] { agree(engine, handshake, failure); })->wait();
+  state.agreed = handshake.hash();
 }
 
-Reducer::~Reducer() { state_->issuer->finish(); }
+Reducer::~Reducer() { state_->queue->finish(); }
 
 Handle Reducer::start(uint64_t step, std::span<const void* const> in, std::span<void* const> out, float loss_scale) {
-  State* const state = state_.get();
-  Request request{step, {in.begin(), in.end()}, {out.begin(), out.end()}, loss_scale, state->rate};
-  return Handle(
-      std::make_unique<Pending>(state->issuer->submit([state, request = std::move(request)] { state->run(request); })));
+  return state_->submit({step, {in.begin(), in.end()}, {out.begin(), out.end()}, loss_scale, state_->rate, {}, {}});
 }
 
 void Reducer::run(uint64_t step, std::span<const void* const> in, std::span<void* const> out, float loss_scale) {
   start(step, in, out, loss_scale).wait();
 }
 
+Handle Reducer::start(uint64_t step, FloatInputs in, FloatOutputs out, float loss_scale) {
+  State* const state = state_.get();
+  Request request{.step = step, .loss_scale = loss_scale, .rate = state->rate, .in_sizes = {}, .out_sizes = {}};
+  request.in_sizes.emplace();
+  request.out_sizes.emplace();
+  for (const auto& one : in) {
+    request.in.push_back(one.data());
+    request.in_sizes->push_back(one.size());
+  }
+  for (const auto& one : out) {
+    request.out.push_back(one.data());
+    request.out_sizes->push_back(one.size());
+  }
+  return state->submit(std::move(request));
+}
+
+void Reducer::run(uint64_t step, FloatInputs in, FloatOutputs out, float loss_scale) {
+  start(step, in, out, loss_scale).wait();
+}
+
+void Reducer::run(uint64_t step, std::span<const float> in, std::span<float> out, float loss_scale) {
+  start(step, FloatInputs(&in, 1), FloatOutputs(&out, 1), loss_scale).wait();
+}
+
 void Reducer::commit(uint64_t step) {
-  state_->issuer->finish();
-  state_->feedback.commit(step);
+  state_->expect_manual("commit");
+  state_->queue->finish();
+  state_->model->feedback.commit(step);
 }
 
 void Reducer::rollback(uint64_t step) {
-  state_->issuer->finish();
-  state_->feedback.rollback(step);
-  state_->unlearn(step);
+  state_->expect_manual("rollback");
+  state_->queue->finish();
+  state_->model->roll_back(step);
+}
+
+uint64_t Reducer::skipped() const {
+  state_->queue->finish();
+  return state_->model->finite.skipped();
 }
 
 void Reducer::set_rate(double rate) { state_->rate = rate; }
 
-std::vector<Codec> Reducer::codecs(Side side) const {
-  state_->issuer->finish();
-  return side == Side::up ? state_->job->up : state_->job->down;
+std::vector<Codec> Reducer::codecs(Direction direction) const {
+  state_->queue->finish();
+  return direction == Direction::up ? state_->model->job.up : state_->model->job.down;
 }
 
-ErrorFeedback& Reducer::feedback() { return state_->feedback; }
+ErrorFeedback& Reducer::feedback() { return state_->model->feedback; }
 
 uint64_t Reducer::message_bytes() const {
-  const State& state = *state_;
-  return state.up->bytes_sent() + (state.down ? state.down->bytes_sent() : 0) + agree_step_bytes(state.engine.size());
+  return state_->bucket->bytes_sent() + agree_step_bytes(state_->engine.size());
 }
 
 ReduceTimes Reducer::times() const {
-  state_->issuer->finish();
-  return state_->clock.times();
+  state_->queue->finish();
+  return state_->timer.times();
 }
 
 ReduceMemory Reducer::memory() const {
-  state_->issuer->finish();
-  const State& state = *state_;
-  return {.residuals = state.feedback.bytes(),
-          .messages = state.up->message_memory() + (state.down ? state.down->message_memory() : 0),
-          .sums = state.sums->held() + state.up->sum_memory()};
+  state_->queue->finish();
+  return {.residuals = state_->model->feedback.bytes(),
+          .messages = state_->bucket->message_memory(),
+          .sums = state_->bucket->core().sum_memory()};
 }
 
 }  // namespace gradwire

@@ -26,10 +26,11 @@ inline std::string_view name_of_spec(std::string_view spec) { return spec.substr
 
 // The value of every parameter by its name, in canonical form; those that the spec does not give have their default. A
 // Parameter has `name`, `fallback`, allowed() and canonical(text), which throws Error{usage} if the text is refused.
-// `kind` says in error messages what the spec is of, and is their field where no parameter is to blame.
-template <class Parameter>
+// `kind` says in error messages what the spec is of, and is their field where no parameter is to blame. `check` is
+// called with every parameter that the spec gives, and may throw.
+template <class Parameter, class Check>
 std::map<std::string, std::string> parse_spec(const char* kind, std::string_view spec,
-                                              const std::vector<Parameter>& parameters) {
+                                              const std::vector<Parameter>& parameters, Check&& check) {
   const std::string_view name = name_of_spec(spec);
   const auto refuse = [&](const std::string& why, const std::string& field) {
     throw Error(ErrorKind::usage, why, field.empty() ? kind : field);
@@ -56,6 +57,7 @@ std::map<std::string, std::string> parse_spec(const char* kind, std::string_view
                  ? fmt::format("{} has no parameter '{}'; it takes none", name, shown(key))
                  : fmt::format("{} has no parameter '{}'; allowed are {}", name, shown(key), fmt::join(names, ", ")),
              key);
+    check(*parameter);
     if (equals == std::string_view::npos)
       refuse(fmt::format("{} has no value; allowed is {}", key, parameter->allowed()), key);
     if (std::find(given.begin(), given.end(), key) != given.end()) refuse(fmt::format("{} is given twice", key), key);
@@ -64,6 +66,12 @@ std::map<std::string, std::string> parse_spec(const char* kind, std::string_view
     values[key] = parameter->canonical(std::string(item.substr(equals + 1)));
   }
   return values;
+}
+
+template <class Parameter>
+std::map<std::string, std::string> parse_spec(const char* kind, std::string_view spec,
+                                              const std::vector<Parameter>& parameters) {
+  return parse_spec(kind, spec, parameters, [](const Parameter&) {});
 }
 
 }  // namespace gradwire

@@ -1,204 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU driver: owns loading, feedback, statistics, random bits, packing, tails and checksums, for any body B and any
-// lane L. Included once per target (no include guard); GW_BODY is how that place spells "inline".
+// The CPU driver, for any body B and any lane L: random bits, packing, tails and checksums here; loading, feedback and
+// statistics in the files it includes. Included once per target (no include guard); GW_BODY is how that place spells
+// "inline".
 //
-// A block is a grid of 32 rows x 32 lanes: element i stands in row i / 32, lane i % 32. The codes of one lane, row after
-// row, form a string of 32 * bits bits = `bits` words; word q of lane l is word q * 32 + l of the block. So packing
-// needs shifts and ors within lanes only, whatever the vector's width.
+// A block is a grid of 32 rows x 32 lanes: element i stands in row i / 32, lane i % 32. The codes of one lane, row
+// after row, form a string of 32 * bits bits = `bits` words; word q of lane l is word q * 32 + l of the block. So
+// packing needs shifts and ors within lanes only, whatever the vector's width.
 
+// Each of these needs the ones before it.
+// clang-format off
+#include "device/cpu_load-inl.h"
+#include "device/cpu_stats-inl.h"
 #include "device/cpu_pack-inl.h"
+// clang-format on
 
 template <class L>
 struct Driver {
   using F = typename L::F;
   using U = typename L::U;
-
-  // --- loading -------------------------------------------------------------------------------------------------
-
-  template <DType kType>
-  static GW_BODY F widen(const void* data, uint64_t i) {
-    if constexpr (kType == DType::f32) return L::load(static_cast<const float*>(data) + i);
-    const U h = L::load_16(static_cast<const uint16_t*>(data) + i);
-    if constexpr (kType == DType::bf16) return L::from_bits(L::template shl<16>(h));
-    const U sign = L::template shl<16>(L::and_u(h, L::set_u(0x8000u))), magnitude = L::and_u(h, L::set_u(0x7fffu));
-    const U shifted = L::template shl<13>(magnitude);
-    const U value = L::bits(L::mul(L::from_bits(shifted), L::set(0x1p112f)));
-    return L::from_bits(L::or_u(
-        sign, L::select_u(L::less_u(magnitude, L::set_u(0x7c00u)), value, L::or_u(shifted, L::set_u(kInfBits)))));
-  }
-  static float widen_one(const void* data, DType dtype, uint64_t i) {
-    if (dtype == DType::f32) return static_cast<const float*>(data)[i];
-    const uint16_t h = static_cast<const uint16_t*>(data)[i];
-    return dtype == DType::f16 ? f16_to_f32(h) : bf16_to_f32(h);
-  }
-
-  template <DType kType>
-  static void stage_plain(const Span& s, uint64_t at, uint64_t whole, float* x) {
-    for (uint64_t i = 0; i < whole; i += L::kWidth) L::store(widen<kType>(s.in, at + i), x + i);
-  }
-  template <DType kType, DType kResidual>
-  static void stage_feedback(const Span& s, uint64_t at, uint64_t whole, float* x) {
-    const F scale = L::set(s.loss_scale);
-    for (uint64_t i = 0; i < whole; i += L::kWidth)
-      L::store(L::add(widen<kType>(s.in, at + i), L::mul(widen<kResidual>(s.before, at + i), scale)), x + i);
-  }
-  template <DType kType>
-  static void stage_type(const Span& s, uint64_t at, uint64_t whole, float* x) {
-    if (!s.before)
-      stage_plain<kType>(s, at, whole, x);
-    else if (s.residual == DType::f32)
-      stage_feedback<kType, DType::f32>(s, at, whole, x);
-    else
-      stage_feedback<kType, DType::bf16>(s, at, whole, x);
-  }
-
-  static const float* stage(const Span& s, uint64_t block, float* x) {
-    const uint64_t at = block * kBlock, n = s.elements_of(block), whole = n / L::kWidth * L::kWidth;
-    if (s.dtype == DType::f32 && !s.before && n == kBlock) return static_cast<const float*>(s.in) + at;
-    if (s.dtype == DType::f32)
-      stage_type<DType::f32>(s, at, whole, x);
-    else if (s.dtype == DType::f16)
-      stage_type<DType::f16>(s, at, whole, x);
-    else
-      stage_type<DType::bf16>(s, at, whole, x);
-    for (uint64_t i = whole; i < n; ++i) {
-      x[i] = widen_one(s.in, s.dtype, at + i);
-      if (s.before) x[i] += widen_one(s.before, s.residual, at + i) * s.loss_scale;
-    }
-    for (uint64_t i = n; i < kBlock; ++i) x[i] = 0;
-    return x;
-  }
-
-  // --- storing -------------------------------------------------------------------------------------------------
-
-  static GW_BODY U narrow_bf16(F x) {  // nearest even; NaN stays NaN
-    const U bits = L::bits(x), magnitude = L::and_u(bits, L::set_u(0x7fffffffu));
-    const U odd = L::and_u(L::template shr<16>(bits), L::set_u(1));
-    const U rounded = L::template shr<16>(L::add_u(L::add_u(bits, L::set_u(0x7fffu)), odd));
-    return L::select_u(L::less_u(L::set_u(kInfBits), magnitude), L::set_u(kMarkerBf16), rounded);
-  }
-
-  static void put(const Span& s, uint64_t block, const float* x) {
-    const uint64_t at = block * kBlock, n = s.elements_of(block);
-    if (s.dtype == DType::f32) {
-      float* out = static_cast<float*>(s.out) + at;
-      const uint64_t whole = n / L::kWidth * L::kWidth;
-      if (s.add) {
-        for (uint64_t i = 0; i < whole; i += L::kWidth) L::store(L::add(L::load(out + i), L::load(x + i)), out + i);
-        for (uint64_t i = whole; i < n; ++i) out[i] += x[i];
-      } else {
-        std::memcpy(out, x, n * sizeof(float));
-      }
-      return;
-    }
-    uint16_t* out = static_cast<uint16_t*>(s.out) + at;
-    if (s.dtype == DType::f16)
-      for (uint64_t i = 0; i < n; ++i) out[i] = f32_to_f16(x[i]);
-    else
-      for (uint64_t i = 0; i < n; ++i) out[i] = f32_to_bf16(x[i]);
-  }
-
-  // A NaN means the unit was marked: its residual stays. kMarked: there may be one.
-  template <bool kStream, bool kMarked>
-  static void put_residual_f32(const float* x, const float* before, float* after, uint64_t n) {
-    const U inf = L::set_u(kInfBits), mask = L::set_u(0x7fffffffu);
-    const uint64_t whole = n / L::kWidth * L::kWidth;
-    for (uint64_t i = 0; i < whole; i += L::kWidth) {
-      F r = L::load(x + i);
-      if constexpr (kMarked) r = L::select(L::less_u(inf, L::and_u(L::bits(r), mask)), L::load(before + i), r);
-      if constexpr (kStream)
-        L::stream(r, after + i);
-      else
-        L::store(r, after + i);
-    }
-    for (uint64_t i = whole; i < n; ++i) after[i] = x[i] != x[i] ? before[i] : x[i];
-  }
-
-  static void put_residual(const Span& s, uint64_t block, const float* x) { put_residual_of(s, block, x, true); }
-
-  static void put_residual_of(const Span& s, uint64_t block, const float* x, bool marked) {
-    const uint64_t at = block * kBlock, n = s.elements_of(block);
-    if (s.residual == DType::f32) {
-      const float* before = static_cast<const float*>(s.before) + at;
-      float* after = static_cast<float*>(s.after) + at;
-      const bool stream = s.stream && reinterpret_cast<uintptr_t>(after) % 64 == 0;
-      if (marked)
-        stream ? put_residual_f32<true, true>(x, before, after, n) : put_residual_f32<false, true>(x, before, after, n);
-      else
-        stream ? put_residual_f32<true, false>(x, before, after, n)
-               : put_residual_f32<false, false>(x, before, after, n);
-      return;
-    }
-    const uint16_t* before = static_cast<const uint16_t*>(s.before) + at;
-    uint16_t* after = static_cast<uint16_t*>(s.after) + at;
-    const uint64_t whole = n / L::kWidth * L::kWidth;
-    const U inf = L::set_u(kInfBits), mask = L::set_u(0x7fffffffu);
-    for (uint64_t i = 0; i < whole; i += L::kWidth) {
-      const F r = L::load(x + i);
-      const typename L::M marked = L::less_u(inf, L::and_u(L::bits(r), mask));
-      L::store_16(L::select_u(marked, L::load_16(before + i), narrow_bf16(r)), after + i);
-    }
-    for (uint64_t i = whole; i < n; ++i) after[i] = x[i] != x[i] ? before[i] : f32_to_bf16(x[i]);
-  }
-
-  // --- statistics ----------------------------------------------------------------------------------------------
-
-  static GW_BODY uint32_t rows_max(const float* x, uint32_t row0, uint32_t row1) {
-    // Four chains, so that the maximum's latency does not bound the pass.
-    const U mask = L::set_u(0x7fffffffu);
-    U top0 = L::set_u(0), top1 = top0, top2 = top0, top3 = top0;
-    uint32_t i = row0 * kLane;
-    const uint32_t end = row1 * kLane;
-    for (; i + 4 * L::kWidth <= end; i += 4 * L::kWidth) {
-      top0 = L::max_u(top0, L::and_u(L::bits(L::load(x + i)), mask));
-      top1 = L::max_u(top1, L::and_u(L::bits(L::load(x + i + L::kWidth)), mask));
-      top2 = L::max_u(top2, L::and_u(L::bits(L::load(x + i + 2 * L::kWidth)), mask));
-      top3 = L::max_u(top3, L::and_u(L::bits(L::load(x + i + 3 * L::kWidth)), mask));
-    }
-    for (; i < end; i += L::kWidth) top0 = L::max_u(top0, L::and_u(L::bits(L::load(x + i)), mask));
-    return L::reduce_max(L::max_u(L::max_u(top0, top1), L::max_u(top2, top3)));
-  }
-
-  static uint32_t absmax(const Span& s, Scratch& scratch) {
-    uint32_t top = 0;
-    for (uint64_t block = s.begin; block < s.end; ++block) {
-      const uint32_t here = rows_max(stage(s, block, scratch.x), 0, kLane);
-      top = here > top ? here : top;
-    }
-    return top;
-  }
-
-  // Padding is zero and adds nothing (zero counts as positive, and only negatives are counted).
-  static GW_BODY void rows_sums(Stat stat, const float* x, uint32_t row0, uint32_t row1, Grid grid, Sums& sums) {
-    const F pre = L::set(grid.pre), scale = L::set(grid.grid);
-    const U zero = L::set_u(0);
-    U first = zero, second = zero, negative = zero;
-    for (uint32_t i = row0 * kLane; i < row1 * kLane; i += L::kWidth) {
-      const F t = L::mul(L::mul(L::load(x + i), pre), scale);
-      if (stat == Stat::l2 || stat == Stat::clip)
-        second = L::add_u(second, L::as_u(L::round(L::mul(L::mul(t, t), L::set(kSquareScale)))));
-      if (stat == Stat::clip) first = L::add_u(first, L::as_u(L::round(L::mul(t, L::set(kSumScale)))));
-      if (stat == Stat::signs) {
-        const U q = L::as_u(L::round(L::mul(t, L::set(kSumScale))));
-        const typename L::M below = L::less(t, L::set(0.0f));
-        first = L::add_u(first, L::select_u(below, zero, q));
-        second = L::add_u(second, L::select_u(below, L::sub_u(zero, q), zero));
-        negative = L::add_u(negative, L::select_u(L::less(L::load(x + i), L::set(0.0f)), L::set_u(1), zero));
-      }
-    }
-    alignas(64) uint32_t lanes[L::kWidth];
-    L::store_u(first, lanes);
-    for (uint32_t lane : lanes) sums.first += static_cast<int32_t>(lane);
-    sums.second += L::reduce_add(second);
-    sums.negative += L::reduce_add(negative);
-  }
-
-  static void sums(const Span& s, uint32_t absmax, Scratch& scratch, Sums& sums) {
-    if (absmax >= kInfBits) return;
-    const Grid grid = grid_for(absmax);
-    for (uint64_t block = s.begin; block < s.end; ++block)
-      rows_sums(s.scheme->stat, stage(s, block, scratch.x), 0, kLane, grid, sums);
-  }
+  using Access = TensorAccess<L>;
+  using Stats = BlockStats<L>;
 
   // --- one block -----------------------------------------------------------------------------------------------
 
@@ -412,13 +233,14 @@ struct Driver {
     return check.total();
   }
 
-  // The parameters of the units that lie in one block, spread over its rows; writes their side values and returns
-  // whether one unit fills the block and needs no lifting.
+  // The parameters of the units that lie in one block, spread over its rows; writes their scales and returns whether
+  // one unit fills the block and needs no lifting.
+  template <class B>
   static bool block_params(const Span& s, uint64_t block, const float* x, UnitParams* params, bool& marked,
                            LaneSums& check) {
     const Scheme& scheme = *s.scheme;
     marked = false;
-    if (scheme.stat == Stat::none) {
+    if (scheme.scale_words == 0) {
       for (uint32_t row = 0; row < 32; ++row) params[row] = UnitParams{};
       return true;
     }
@@ -427,18 +249,19 @@ struct Driver {
     for (uint32_t row = 0; row * kLane < n; row += unit_rows) {
       const uint32_t end = row + unit_rows;
       const uint64_t unit = (block * kBlock + row * kLane) / scheme.unit;
-      const uint32_t top = rows_max(x, row, end);
+      const uint32_t top = Stats::rows_max(x, row, end);
       Sums sums;
-      if (needs_sums(scheme.stat) && top < kInfBits) rows_sums(scheme.stat, x, row, end, grid_for(top), sums);
-      uint32_t side[2];
-      make_side(scheme, top, sums, min_u64(scheme.unit, n - row * kLane), side);
+      if (scheme.sums != SumKind::none && top < kInfBits)
+        Stats::rows_sums(scheme.sums, x, row, end, grid_for(top), sums);
+      uint32_t side[2] = {};
+      B::make_scales(scheme, top, sums, min_u64(scheme.unit, n - row * kLane), side);
       marked |= side[0] == kMarker;
-      const uint64_t at = side_offset(scheme, s.count) + unit * scheme.side;
-      for (uint32_t w = 0; w < scheme.side; ++w) {
+      const uint64_t at = side_offset(scheme, s.count) + unit * scheme.scale_words;
+      for (uint32_t w = 0; w < scheme.scale_words; ++w) {
         s.region[at + w] = side[w];
         check.add_word(side[w], s.region_index + at + w);
       }
-      const UnitParams p = make_params(scheme, side);
+      const UnitParams p = B::make_params(scheme, side);
       if (unit_rows == kLane && p.pre == 1.0f && n == kBlock) {
         params[0] = p;
         return true;
@@ -460,15 +283,16 @@ struct Driver {
   static void encode(const Span& s, const UnitParams* whole, Scratch& scratch, LaneSums& check) {
     const Scheme& scheme = *s.scheme;
     const float unscale = 1.0f / s.loss_scale;
-    float* const residual = s.before ? scratch.x : nullptr;  // in place: with feedback x is always staged
+    float* const residual =
+        s.before ? scratch.x : nullptr;  // in place: with feedback x is always loaded into scratch.x
     UnitParams params[32];
     if (whole)
       for (UnitParams& p : params) p = *whole;
     for (uint64_t block = s.begin; block < s.end; ++block) {
       const uint64_t n = s.elements_of(block), key = block_key(s.key, s.first_block + block);
-      const float* x = stage(s, block, scratch.x);
+      const float* x = Access::load(s, block, scratch.x);
       bool marked = whole && float_bits(whole->a) == kMarker;
-      const bool one = whole ? whole->pre == 1.0f : block_params(s, block, x, params, marked, check);
+      const bool one = whole ? whole->pre == 1.0f : block_params<B>(s, block, x, params, marked, check);
       if (marked) {
         if (x != scratch.x) std::memcpy(scratch.x, x, sizeof(float) * kBlock);
         x = scratch.x;
@@ -494,7 +318,7 @@ struct Driver {
           check.add_word(words[i], s.region_index + full_words(scheme, s.count) + i);
       }
       // Where every element is a unit of its own, any of them may be marked.
-      if (residual) put_residual_of(s, block, residual, marked || scheme.stat == Stat::none);
+      if (residual) Access::put_residual_of(s, block, residual, marked || scheme.scale_words == 0);
     }
   }
 
@@ -511,14 +335,15 @@ struct Driver {
     for (uint64_t block = s.begin; block < s.end; ++block) {
       const uint64_t n = s.elements_of(block);
       bool one = true;
-      if (!whole && scheme.stat != Stat::none) {
+      if (!whole && scheme.scale_words != 0) {
         const uint32_t* side = s.region + side_offset(scheme, s.count);
         if (scheme.unit == kBlock) {
-          params[0] = make_params(scheme, side + block * scheme.side);
+          params[0] = B::make_params(scheme, side + block * scheme.scale_words);
         } else {
           one = false;
           for (uint32_t row = 0; row * kLane < n; ++row)
-            params[row] = make_params(scheme, side + (block * kBlock + row * kLane) / scheme.unit * scheme.side);
+            params[row] =
+                B::make_params(scheme, side + (block * kBlock + row * kLane) / scheme.unit * scheme.scale_words);
         }
       }
       const int bits = B::kCodeBits ? B::kCodeBits : scheme.bits;
@@ -531,19 +356,19 @@ struct Driver {
           decode_full<B, true, false>(words, params, bits, scratch.codes, out, seen);
         else
           decode_full<B, false, false>(words, params, bits, scratch.codes, out, seen);
-        if (!direct) put(s, block, scratch.x);
+        if (!direct) Access::put(s, block, scratch.x);
       } else {
         if (one)
           for (UnitParams& p : params) p = params[0];
         bad |= B::bad(decode_tail<B>(words, params, n, bits, scratch.codes, scratch.x), scheme);
-        put(s, block, scratch.x);
+        Access::put(s, block, scratch.x);
       }
     }
     return bad || B::bad(L::reduce_max(seen), scheme);
   }
 };
 
-// What with_body() and with_method() are given.
+// What the bodies' with_<name>() functions are given.
 template <class L>
 struct EncodeCall {
   const Span& span;

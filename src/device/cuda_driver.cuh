@@ -1,138 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA driver: the same work as cpu_driver-inl.h, one warp a block of 1024 elements. Thread t is lane t of the block's
-// grid: it holds the 32 values of its lane in registers, so every load and store of a row is one 128-byte access of the
-// warp, packing is shifts within a thread, and the tensor is read once.
+// The CUDA driver: the same work as cpu_driver-inl.h, one warp per block of 1024 elements. Thread t is lane t of the
+// block's grid: it holds the 32 values of its lane in registers, so every load and store of a row is one 128-byte
+// access of the warp, packing is shifts within a thread, and the tensor is read once.
 //
-// Units up to a block live in one warp. Units above it (large buckets, tiles) live in one thread block of 32 warps, which
-// share statistics through shared memory. Whole-tensor units take separate passes with integer atomics.
+// Units up to a block live in one warp. Units above it (large buckets, tiles) live in one thread block of 32 warps,
+// which share statistics through shared memory. Whole-tensor units take separate passes with integer atomics.
 //
-// Included by codec/cuda_kernels.cu inside an anonymous namespace, after the bodies.
+// Included by the files of kernels inside an anonymous namespace, after the bodies and cuda_head.cuh.
 
-struct Item {
-  uint32_t slot;  // of the piece in its group
-  CudaPiece piece;
-  uint64_t number;  // of the item in its piece
-};
-
-__device__ __forceinline__ Item item_of(const CudaJob& job, uint64_t i) {
-  const uint32_t slot = job.piece_count == 1 ? 0 : __ldg(job.item_piece + i);
-  Item item{slot, job.pieces[slot], 0};
-  item.number = i - item.piece.first_item;
-  return item;
-}
-
-// The i-th block of the job (of block_count()); `number` is its number in the piece, which may lie beyond the piece's end.
-__device__ __forceinline__ Item block_of(const CudaJob& job, uint64_t i) {
-  if (!chunked(job.scheme)) return item_of(job, i);
-  Item item = item_of(job, i / 32);
-  item.number = item.number * 32 + i % 32;
-  return item;
-}
-
-// The partial block at the end of a piece; beyond its end if there is none.
-__device__ __forceinline__ Item tail_of(const CudaJob& job, uint64_t slot) {
-  Item item{static_cast<uint32_t>(slot), job.pieces[slot], 0};
-  item.number = item.piece.count / kBlock;
-  return item;
-}
-
-__device__ __forceinline__ float widen_at(const void* data, DType dtype, uint64_t i) {
-  if (dtype == DType::f32) return __ldcs(static_cast<const float*>(data) + i);
-  const uint16_t h = __ldcs(static_cast<const unsigned short*>(data) + i);
-  return dtype == DType::f16 ? f16_to_f32(h) : bf16_to_f32(h);
-}
-
-// A block's values, feedback added; zero beyond the tensor's end.
-template <bool kFeedback>
-__device__ __forceinline__ void load_block(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane,
-                                           float (&x)[32]) {
-  const uint64_t at = block * kBlock + lane;
-  const void* in = job.in[piece.tensor];
-  const bool whole = piece.count - block * kBlock >= kBlock;
-  if (whole && job.dtype == DType::f32) {
-    const float* from = static_cast<const float*>(in) + at;
-#pragma unroll
-    for (int row = 0; row < 32; ++row) x[row] = __ldcs(from + row * 32);
-  } else {
-#pragma unroll
-    for (int row = 0; row < 32; ++row)
-      x[row] = at + row * 32 < piece.count ? widen_at(in, job.dtype, at + row * 32) : 0.0f;
-  }
-  if constexpr (kFeedback) {
-    const void* before = job.before[piece.tensor];
-    if (before == nullptr) return;
-    if (whole && job.residual == DType::f32) {
-      const float* from = static_cast<const float*>(before) + at;
-#pragma unroll
-      for (int row = 0; row < 32; ++row) x[row] = x[row] + __ldcs(from + row * 32) * job.loss_scale;
-    } else {
-#pragma unroll
-      for (int row = 0; row < 32; ++row)
-        if (at + row * 32 < piece.count)
-          x[row] = x[row] + widen_at(before, job.residual, at + row * 32) * job.loss_scale;
-    }
-  }
-}
-
-// r holds (x - decoded) * unscale; where that is NaN the unit was marked and keeps what it had.
-__device__ __forceinline__ void store_residual(const CudaJob& job, const CudaPiece& piece, uint64_t at, float r) {
-  if (at >= piece.count) return;
-  const bool marked = (float_bits(r) & 0x7fffffffu) > kInfBits;
-  if (job.residual == DType::f32) {
-    float* after = static_cast<float*>(job.after[piece.tensor]);
-    __stcs(after + at, marked ? static_cast<const float*>(job.before[piece.tensor])[at] : r);
-  } else {
-    uint16_t* after = static_cast<uint16_t*>(job.after[piece.tensor]);
-    after[at] = marked ? static_cast<const uint16_t*>(job.before[piece.tensor])[at] : f32_to_bf16(r);
-  }
-}
-
-__device__ __forceinline__ void store_value(void* out, DType dtype, bool add, uint64_t i, float value) {
-  if (dtype == DType::f32) {
-    float* to = static_cast<float*>(out) + i;
-    if (add)
-      *to = *to + value;
-    else
-      __stcs(to, value);
-  } else {
-    static_cast<uint16_t*>(out)[i] = dtype == DType::f16 ? f32_to_f16(value) : f32_to_bf16(value);
-  }
-}
-
-// --- statistics --------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ uint32_t block_max(const float (&x)[32]) {
-  uint32_t top = 0;
-#pragma unroll
-  for (int row = 0; row < 32; ++row) top = max(top, float_bits(x[row]) & 0x7fffffffu);
-  return __reduce_max_sync(kFull, top);
-}
-
-// Sums over the warp's block; all lanes get the result.
-__device__ __forceinline__ Sums warp_sums(Stat stat, const float (&x)[32], Grid grid) {
-  uint32_t first = 0, second = 0, negative = 0;
-#pragma unroll
-  for (int row = 0; row < 32; ++row) {
-    const float t = x[row] * grid.pre * grid.grid;
-    if (stat == Stat::l2 || stat == Stat::clip) second += static_cast<uint32_t>(__float2int_rn(t * t * kSquareScale));
-    if (stat == Stat::clip) first += static_cast<uint32_t>(__float2int_rn(t * kSumScale));
-    if (stat == Stat::signs) {
-      const uint32_t q = static_cast<uint32_t>(__float2int_rn(t * kSumScale));
-      first += t < 0.0f ? 0u : q;
-      second += t < 0.0f ? 0u - q : 0u;
-      negative += x[row] < 0.0f;
-    }
-  }
-  Sums sums;
-  sums.first = static_cast<int32_t>(__reduce_add_sync(kFull, first));  // at most 2^30 in magnitude
-  sums.second = __reduce_add_sync(kFull, second);
-  sums.negative = __reduce_add_sync(kFull, negative);
-  return sums;
-}
+// Each of these needs the ones before it.
+// clang-format off
+#include "device/cuda_load.cuh"
+#include "device/cuda_stats.cuh"
+#include "device/cuda_pack.cuh"
+// clang-format on
 
 // --- one block ---------------------------------------------------------------------------------------------------
-
-#include "device/cuda_pack.cuh"
 
 // The bits of a code: the body's, or the scheme's.
 template <class B>
@@ -140,17 +23,23 @@ __device__ __forceinline__ int code_bits(const Scheme& s) {
   return B::kCodeBits ? B::kCodeBits : s.bits;
 }
 
-template <class B, bool kOne, bool kFeedback>
-__device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane,
-                                            float (&x)[32], const UnitParams& one, const UnitParams* rows,
-                                            uint32_t spread, Check& check) {
+// A full block of a warp: where its words go, and what its random bits come from.
+struct BlockPlace {
+  uint32_t* words;  // of this lane
+  uint32_t row0;    // the block's first row of the checksum
+  uint64_t key;     // block_key()
+};
+
+// The rows of a full block, for every kernel that encodes one: random bits, codes, residuals in place of x, packing.
+// The two 16-bit halves of a random word serve two rows. `params(row)` gives the parameters of a row. kTiny: the body
+// multiplies by `pre` itself; else values come lifted already, and `lower` brings them back for the residual (1 where
+// there is nothing to bring back: the multiplication then vanishes).
+template <class B, bool kTiny, bool kFeedback, class Params>
+__device__ __forceinline__ void encode_rows(const CudaJob& job, const BlockPlace& at, uint32_t lane, float (&x)[32],
+                                            float lower, const Params& params, Check& check) {
   constexpr int kBits = B::kCodeBits;
-  const uint64_t key = block_key(job.keys[piece.tensor], piece.first_block + block);
-  const uint32_t key1 = static_cast<uint32_t>(key >> 32);
-  uint32_t counter = lane * kWeyl + static_cast<uint32_t>(key);
-  const int bits = code_bits<B>(job.scheme);
-  uint32_t* words = job.body + piece.region + block * kLane * bits + lane;
-  const uint64_t row0 = piece.region / kLane + block * bits;
+  const uint32_t key1 = static_cast<uint32_t>(at.key >> 32);
+  uint32_t counter = lane * kWeyl + static_cast<uint32_t>(at.key);
   const bool nearest = job.scheme.nearest;
   uint32_t rnd = 0x80008000u, word = 0;
   uint32_t codes[kBits ? 1 : 32];
@@ -167,26 +56,25 @@ __device__ __forceinline__ void encode_full(const CudaJob& job, const CudaPiece&
         r16 = rnd >> 16;
       }
     }
-    UnitParams p = one;
-    if constexpr (!kOne) p = rows[row * spread];
-    const uint32_t code = B::template encode<ScalarLane, !kOne>(x[row], p, r16);
-    if constexpr (kFeedback) x[row] = (x[row] - B::template decode<ScalarLane>(code, p)) * job.unscale;
+    const UnitParams& p = params(row);
+    const uint32_t code = B::template encode<ScalarLane, kTiny>(x[row], p, r16);
+    if constexpr (kFeedback) x[row] = (x[row] * lower - B::template decode<ScalarLane>(code, p)) * job.unscale;
     if constexpr (kBits == 0) {
       codes[row] = code;
       continue;
     }
     word = place == 0 ? code : word + (code << place);  // disjoint bits: the sum is the or, in one instruction
     if (place + kBits >= 32) {
-      words[q * 32] = word;
-      check.row(word, row0 + q);
+      at.words[q * 32] = word;
+      check.row(word, at.row0 + q);
       word = place + kBits > 32 ? code >> (32 - place) : 0;
     }
   }
-  if constexpr (kBits == 0) pack_block(bits, codes, words, static_cast<uint32_t>(row0), check);
+  if constexpr (kBits == 0) pack_block(job.scheme.bits, codes, at.words, at.row0, check);
 }
 
-// A row of the last, partial block: codes follow one another from bit 0 on, so the 32 codes of a row fill `bits` words, which
-// the first `bits` lanes collect from their neighbours. A marked unit is encoded as zeros.
+// A row of the last, partial block: codes follow one another from bit 0 on, so the 32 codes of a row fill `bits` words,
+// which the first `bits` lanes collect from their neighbours. A marked unit is encoded as zeros.
 template <class B, bool kFeedback>
 __device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t row, uint32_t lane,
                                 const UnitParams& p, Check& check) {
@@ -199,7 +87,7 @@ __device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint
     value = widen_at(job.in[piece.tensor], job.dtype, at);
     if (before) value = value + widen_at(before, job.residual, at) * job.loss_scale;
   }
-  if (job.scheme.stat != Stat::none && float_bits(p.a) == kMarker) value = 0;
+  if (job.scheme.scale_words != 0 && float_bits(p.a) == kMarker) value = 0;
   uint32_t r16 = 0x8000u;
   if (B::kRandom && !job.scheme.nearest) {
     const uint32_t h = random_word(block_key(job.keys[piece.tensor], piece.first_block + block), row / 2 * 32 + lane);
@@ -226,15 +114,15 @@ __device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint
 
 __device__ __forceinline__ void write_side(const CudaJob& job, const CudaPiece& piece, uint64_t unit,
                                            const uint32_t* side, Check& check) {
-  const uint64_t at = piece.region + side_offset(job.scheme, piece.count) + unit * job.scheme.side;
-  for (uint32_t w = 0; w < job.scheme.side; ++w) {
+  const uint64_t at = piece.region + side_offset(job.scheme, piece.count) + unit * job.scheme.scale_words;
+  for (uint32_t w = 0; w < job.scheme.scale_words; ++w) {
     job.body[at + w] = side[w];
     check.loose += word_part(side[w], at + w);
   }
 }
 
-// Encodes a block whose parameters are `one`, or rows[0], rows[spread], ... in shared memory; x becomes the residual with feedback. Of a
-// partial block only the rows row0, row0 + step, ... are done.
+// Encodes a block whose parameters are `one`, or rows[0], rows[spread], ... in shared memory; x becomes the residual
+// with feedback. Of a partial block only the rows row0, row0 + step, ... are done.
 template <class B, bool kFeedback>
 __device__ __forceinline__ void encode_block(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane,
                                              float (&x)[32], bool is_one, const UnitParams& one, UnitParams* rows,
@@ -257,19 +145,72 @@ __device__ __forceinline__ void encode_block(const CudaJob& job, const CudaPiece
     for (int row = 0; row < 32; ++row)
       if (float_bits(is_one ? one.a : rows[row * spread].a) == kMarker) x[row] = 0;
   }
+  const int bits = code_bits<B>(job.scheme);
+  const BlockPlace at{job.body + piece.region + block * kLane * bits + lane,
+                      static_cast<uint32_t>(piece.region / kLane + block * bits),
+                      block_key(job.keys[piece.tensor], piece.first_block + block)};
+  const auto of_row = [&](int row) -> const UnitParams& { return rows[row * spread]; };
+  const auto the_one = [&](int) -> const UnitParams& { return one; };
   if (is_one)
-    encode_full<B, true, kFeedback>(job, piece, block, lane, x, one, rows, spread, check);
+    encode_rows<B, false, kFeedback>(job, at, lane, x, 1.0f, the_one, check);
   else
-    encode_full<B, false, kFeedback>(job, piece, block, lane, x, one, rows, spread, check);
+    encode_rows<B, true, kFeedback>(job, at, lane, x, 1.0f, of_row, check);
   if (kFeedback && job.before[piece.tensor] != nullptr) {
-    const uint64_t at = block * kBlock + lane;
+    const uint64_t first = block * kBlock + lane;
 #pragma unroll
-    for (int row = 0; row < 32; ++row) store_residual(job, piece, at + row * 32, x[row]);
+    for (int row = 0; row < 32; ++row) store_residual(job, piece, first + row * 32, x[row]);
   }
   __syncwarp();
 }
 
 // --- kernels: units up to a block, and whole-tensor units whose parameters are known ------------------------------
+
+// The parameters of the units in a block that holds several, one entry of `rows` per row; returns whether any unit is
+// marked. The statistics of a unit end up in the lane of its last row, so that all units then work side by side.
+// `writes`: this warp writes their scales.
+template <class B>
+__device__ __forceinline__ bool params_of_units(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint64_t n,
+                                                uint32_t lane, const float (&x)[32], bool writes, UnitParams* rows,
+                                                Check& check) {
+  const uint32_t unit_rows = job.scheme.unit / kLane, last = lane | (unit_rows - 1);
+  uint32_t top = 0, running = 0;
+#pragma unroll
+  for (int row = 0; row < 32; ++row) {
+    running = max(running, float_bits(x[row]) & 0x7fffffffu);
+    if (((row + 1) & (unit_rows - 1)) == 0) {
+      const uint32_t all = __reduce_max_sync(kFull, running);
+      if (lane == row) top = all;
+      running = 0;
+    }
+  }
+  Sums sums;
+  if (job.scheme.sums == SumKind::squares) {  // the only sums of units below a block
+    uint32_t squares = 0;
+#pragma unroll
+    for (int row = 0; row < 32; ++row) {
+      const Grid grid = grid_for(__shfl_sync(kFull, top, row | (unit_rows - 1)));
+      const float t = x[row] * grid.pre * grid.grid;
+      squares +=
+          float_bits(x[row]) << 1 < kInfBits << 1 ? static_cast<uint32_t>(__float2int_rn(t * t * kSquareScale)) : 0;
+      if (((row + 1) & (unit_rows - 1)) == 0) {
+        const uint32_t all = __reduce_add_sync(kFull, squares);
+        if (lane == row) sums.second = all;
+        squares = 0;
+      }
+    }
+  }
+  const uint32_t first_row = lane & ~(unit_rows - 1);
+  uint32_t marked = 0;
+  if (lane == last && first_row * kLane < n) {
+    uint32_t side[2];
+    B::make_scales(job.scheme, top, sums, min_u64(job.scheme.unit, n - first_row * kLane), side);
+    if (writes) write_side(job, piece, (block * kBlock + first_row * kLane) / job.scheme.unit, side, check);
+    const UnitParams p = B::make_params(job.scheme, side);
+    for (uint32_t row = first_row; row <= lane; ++row) rows[row] = p;
+    marked = side[0] == kMarker;
+  }
+  return __any_sync(kFull, marked);
+}
 
 // The general way: any block, any unit up to a block. kTails: only the partial blocks, one a piece.
 template <class B, bool kFeedback, bool kTails>
@@ -298,53 +239,14 @@ __global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ Cud
     } else if (job.scheme.unit == kBlock) {
       const uint32_t top = block_max(x);
       Sums sums;
-      if (needs_sums(job.scheme.stat) && top < kInfBits) sums = warp_sums(job.scheme.stat, x, grid_for(top));
-      make_side(job.scheme, top, sums, n, side);
+      if (job.scheme.sums != SumKind::none && top < kInfBits) sums = warp_sums(job.scheme.sums, x, grid_for(top));
+      B::make_scales(job.scheme, top, sums, n, side);
       if (writer) write_side(job, piece, block, side, check);
-      one = make_params(job.scheme, side);
+      one = B::make_params(job.scheme, side);
       marked = side[0] == kMarker;
-    } else if (job.scheme.stat != Stat::none) {
-      // Several units: their statistics end up in the lanes of their last rows, which then work side by side.
+    } else if (job.scheme.scale_words != 0) {
       is_one = false;
-      const uint32_t unit_rows = job.scheme.unit / kLane, last = lane | (unit_rows - 1);
-      uint32_t top = 0, running = 0;
-#pragma unroll
-      for (int row = 0; row < 32; ++row) {
-        running = max(running, float_bits(x[row]) & 0x7fffffffu);
-        if (((row + 1) & (unit_rows - 1)) == 0) {
-          const uint32_t all = __reduce_max_sync(kFull, running);
-          if (lane == row) top = all;
-          running = 0;
-        }
-      }
-      Sums sums;
-      if (job.scheme.stat == Stat::l2) {
-        uint32_t squares = 0;
-#pragma unroll
-        for (int row = 0; row < 32; ++row) {
-          const Grid grid = grid_for(__shfl_sync(kFull, top, row | (unit_rows - 1)));
-          const float t = x[row] * grid.pre * grid.grid;
-          squares +=
-              float_bits(x[row]) << 1 < kInfBits << 1 ? static_cast<uint32_t>(__float2int_rn(t * t * kSquareScale)) : 0;
-          if (((row + 1) & (unit_rows - 1)) == 0) {
-            const uint32_t all = __reduce_add_sync(kFull, squares);
-            if (lane == row) sums.second = all;
-            squares = 0;
-          }
-        }
-      }
-      const uint32_t first_row = lane & ~(unit_rows - 1);
-      const bool here = lane == last && first_row * kLane < n;
-      uint32_t bad = 0;
-      if (here) {
-        make_side(job.scheme, top, sums, min_u64(job.scheme.unit, n - first_row * kLane), side);
-        if (!kTails || warp == 0)
-          write_side(job, piece, (block * kBlock + first_row * kLane) / job.scheme.unit, side, check);
-        const UnitParams p = make_params(job.scheme, side);
-        for (uint32_t row = first_row; row <= lane; ++row) rows[row] = p;
-        bad = side[0] == kMarker;
-      }
-      marked = __any_sync(kFull, bad);
+      marked = params_of_units<B>(job, piece, block, n, lane, x, !kTails || warp == 0, rows, check);
     }
     encode_block<B, kFeedback>(job, piece, block, lane, x, is_one, one, rows, marked, check, kTails ? warp : 0,
                                kTails ? 8 : 1);
@@ -375,8 +277,8 @@ __global__ void __launch_bounds__(1024) encode_chunks(const __grid_constant__ Cu
     uint32_t top = 0;
     for (uint32_t w = first; w < first + span; ++w) top = max(top, tops[w]);
     Sums sums;
-    if (needs_sums(job.scheme.stat)) {
-      if (top < kInfBits) sums = warp_sums(job.scheme.stat, x, grid_for(top));
+    if (job.scheme.sums != SumKind::none) {
+      if (top < kInfBits) sums = warp_sums(job.scheme.sums, x, grid_for(top));
       if (lane == 0) parts[warp] = sums;
       __syncthreads();
       sums = {};
@@ -389,9 +291,9 @@ __global__ void __launch_bounds__(1024) encode_chunks(const __grid_constant__ Cu
     if (here) {
       const uint64_t unit = block / span, begin = unit * job.scheme.unit;
       uint32_t side[2];
-      make_side(job.scheme, top, sums, min_u64(job.scheme.unit, piece.count - begin), side);
+      B::make_scales(job.scheme, top, sums, min_u64(job.scheme.unit, piece.count - begin), side);
       if (lane == 0 && warp == first) write_side(job, piece, unit, side, check);
-      const UnitParams one = make_params(job.scheme, side);
+      const UnitParams one = B::make_params(job.scheme, side);
       encode_block<B, kFeedback>(job, piece, block, lane, x, true, one, shared_rows + warp, side[0] == kMarker, check);
     }
     __syncthreads();
@@ -399,169 +301,162 @@ __global__ void __launch_bounds__(1024) encode_chunks(const __grid_constant__ Cu
   check.flush(job.check);
 }
 
-// --- kernels: statistics of whole-tensor units ---------------------------------------------------------------------
+// --- kernels: scales of whole-tensor units -------------------------------------------------------------------------
 
-template <bool kFeedback>
-__global__ void __launch_bounds__(256) whole_max(const __grid_constant__ CudaJob job) {
-  const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  for (uint64_t i = blockIdx.x * 8ull + warp; i < job.items; i += gridDim.x * 8ull) {
-    const Item item = item_of(job, i);
-    float x[32];
-    load_block<kFeedback>(job, item.piece, item.number, lane, x);
-    const uint32_t top = block_max(x);
-    uint32_t* to = job.tops + item.slot;
-    if (lane == 0 && top > *reinterpret_cast<volatile uint32_t*>(to)) atomicMax(to, top);
-  }
-}
-
-template <bool kFeedback>
-__global__ void __launch_bounds__(256) whole_sums(const __grid_constant__ CudaJob job) {
-  const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  for (uint64_t i = blockIdx.x * 8ull + warp; i < job.items; i += gridDim.x * 8ull) {
-    const Item item = item_of(job, i);
-    const uint32_t top = job.tops[item.slot];
-    if (top >= kInfBits) continue;
-    float x[32];
-    load_block<kFeedback>(job, item.piece, item.number, lane, x);
-    const Sums sums = warp_sums(job.scheme.stat, x, grid_for(top));
-    CudaSums* to = job.sums + item.slot;
-    if (lane == 0) {
-      atomicAdd(&to->first, static_cast<unsigned long long>(sums.first));
-      atomicAdd(&to->second, static_cast<unsigned long long>(sums.second));
-      if (sums.negative) atomicAdd(&to->negative, static_cast<unsigned long long>(sums.negative));
-    }
-  }
-}
-
-__global__ void whole_sides(const __grid_constant__ CudaJob job) {
+template <class B>
+__global__ void whole_scales(const __grid_constant__ CudaJob job) {
   Check check;
   for (uint32_t p = blockIdx.x * blockDim.x + threadIdx.x; p < job.piece_count; p += gridDim.x * blockDim.x) {
     const CudaPiece piece = job.pieces[p];
     if (piece.count == 0) continue;
     const Sums sums{static_cast<int64_t>(job.sums[p].first), job.sums[p].second, job.sums[p].negative};
     uint32_t side[2];
-    make_side(job.scheme, job.tops[p], sums, piece.count, side);
+    B::make_scales(job.scheme, job.tops[p], sums, piece.count, side);
     write_side(job, piece, 0, side, check);
-    job.params[p] = make_params(job.scheme, side);
+    job.params[p] = B::make_params(job.scheme, side);
   }
   check.flush(job.check);
 }
 
 // --- decoding ------------------------------------------------------------------------------------------------------
 
-template <class B, bool kTails>
-__device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, Check& check) {
+// The parameters of the rows of a block that is decoded. Lane l looks after row l.
+template <class B>
+struct RowParams {
+  UnitParams mine;        // of this lane's row
+  uint32_t my_scale = 0;  // its first scale word
+  UnitParams p;           // of the row taken last
+
+  // Returns status bits. A unit is summed and checked where its first row is, by the warp that is told to.
+  __device__ __forceinline__ uint32_t load(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint64_t n,
+                                           uint32_t lane, bool checks, Check& check) {
+    const Scheme& scheme = job.scheme;
+    const uint64_t begin = block * kBlock + lane * kLane, unit = unit_elements(scheme, piece.count);
+    if (scheme.scale_words == 0) return 0;
+    uint32_t problem = 0;
+    if (lane * kLane < n) {
+      const uint64_t u = begin / unit;
+      const uint64_t at = piece.region + side_offset(scheme, piece.count) + u * scheme.scale_words;
+      uint32_t scales[2] = {0, 0};
+      for (uint32_t w = 0; w < scheme.scale_words; ++w) scales[w] = job.body[at + w];
+      if (begin == u * unit && checks) {
+        if (!B::scales_valid(scheme, scales)) problem = kBadScales;
+        for (uint32_t w = 0; w < scheme.scale_words; ++w) check.loose += word_part(scales[w], at + w);
+      }
+      mine = B::make_params(scheme, scales);
+      my_scale = scales[0];
+    }
+    take(scheme, 0);
+    return problem;
+  }
+  // All lanes ask at once. Where decoding reads two numbers only, those are handed over; else parameters are made anew.
+  __device__ __forceinline__ void take(const Scheme& scheme, int row) {
+    if constexpr (!B::kTwoParams) {
+      const uint32_t scales[2] = {__shfl_sync(kFull, my_scale, row), 0};
+      p = B::make_params(scheme, scales);
+    } else {
+      p.a = __shfl_sync(kFull, mine.a, row);
+      p.b = __shfl_sync(kFull, mine.b, row);
+    }
+  }
+};
+
+// A full block; returns what B::check() has seen. is_one: one unit fills the block.
+template <class B>
+__device__ __forceinline__ uint32_t decode_full(const CudaJob& job, const CudaPiece& piece, uint64_t block,
+                                                uint32_t lane, bool is_one, RowParams<B>& params, Check& check) {
   constexpr int kBits = B::kCodeBits;
   const int bits = code_bits<B>(job.scheme);
+  const uint32_t* words = job.body + piece.region + block * kLane * bits + lane;
+  const uint64_t row0 = piece.region / kLane + block * bits;
+  uint32_t w[kBits ? kBits : 32];  // words, or codes
+  if constexpr (kBits == 0) {
+    unpack_block(bits, words, static_cast<uint32_t>(row0), w, check);
+  } else {
+#pragma unroll
+    for (int q = 0; q < kBits; ++q) w[q] = __ldcs(words + q * 32);
+#pragma unroll
+    for (int q = 0; q < kBits; ++q) check.row(w[q], row0 + q);
+  }
+  void* const out = job.out[piece.tensor];
+  const uint64_t at = block * kBlock + lane;
+  const bool plain = job.dtype == DType::f32 && !job.add;
+  float* to = static_cast<float*>(out) + at;
+  uint32_t seen = 0;
+#pragma unroll
+  for (int row = 0; row < 32; ++row) {
+    constexpr uint32_t kMask = kBits == 32 ? 0xffffffffu : (1u << (kBits % 32)) - 1;
+    const int place = row * kBits % 32, q = row * kBits / 32;
+    uint32_t code = w[kBits ? q : row];
+    if constexpr (kBits != 0) {
+      code >>= place;
+      if (place + kBits > 32) code |= w[q + 1 < kBits ? q + 1 : q] << (32 - place & 31);
+      code &= kMask;
+    }
+    seen = B::template check<ScalarLane>(seen, code);
+    if (!is_one) params.take(job.scheme, row);
+    const float value = B::template decode<ScalarLane>(code, params.p);
+    if (plain)
+      __stcs(to + row * 32, value);
+    else
+      store_value(out, job.dtype, job.add, at + row * 32, value);
+  }
+  return seen;
+}
+
+// The rows first_row, first_row + step, ... of a partial block of n elements; returns what B::check() has seen.
+template <class B>
+__device__ __forceinline__ uint32_t decode_tail(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint64_t n,
+                                                uint32_t lane, uint32_t first_row, uint32_t step, bool is_one,
+                                                RowParams<B>& params, uint32_t& problem, Check& check) {
+  const int bits = code_bits<B>(job.scheme);
+  const uint32_t* region = job.body + piece.region;
+  const uint64_t tail = full_words(job.scheme, piece.count), words = tail_words(job.scheme, piece.count);
+  for (uint64_t j = lane + first_row * 32; j < words; j += step * 32) {
+    const uint32_t word = region[tail + j];
+    check.loose += word_part(word, piece.region + tail + j);
+    const uint32_t used = static_cast<uint32_t>(min_u64(32, n * bits - j * 32));
+    if (used < 32 && word >> used) problem |= kBadPadding;
+  }
+  uint32_t seen = 0;
+#pragma unroll 1
+  for (uint32_t row = first_row; row * kLane < n; row += step) {
+    if (!is_one) params.take(job.scheme, static_cast<int>(row));
+    const uint64_t e = row * kLane + lane, bit = e * bits;
+    if (e >= n) continue;
+    uint64_t pair = bits ? region[tail + bit / 32] : 0;
+    if (bit % 32 + bits > 32) pair |= static_cast<uint64_t>(region[tail + bit / 32 + 1]) << 32;
+    const uint32_t code = static_cast<uint32_t>((pair >> (bit % 32)) & ((uint64_t{1} << bits) - 1));
+    seen = B::template check<ScalarLane>(seen, code);
+    store_value(job.out[piece.tensor], job.dtype, job.add, block * kBlock + e,
+                B::template decode<ScalarLane>(code, params.p));
+  }
+  return seen;
+}
+
+// Any block of any unit, by thread block `self` of `all`; returns status bits. kTails: only the partial blocks, one per
+// piece, whose rows the eight warps share.
+template <class B, bool kTails>
+__device__ uint32_t decode_any(const CudaJob& job, uint32_t self, uint32_t all, Check& check) {
   const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const Scheme& scheme = job.scheme;
   uint32_t problem = 0;
   const uint64_t start = kTails ? self : self * 8ull + warp, stride = kTails ? all : all * 8ull;
-  const uint32_t row_first = kTails ? warp : 0, row_step = kTails ? 8 : 1;  // the eight warps share the rows of a tail
-  const bool first_warp = !kTails || warp == 0;
+  const uint32_t first_row = kTails ? warp : 0, step = kTails ? 8 : 1;
   for (uint64_t i = start; i < (kTails ? job.piece_count : block_count(job)); i += stride) {
     const Item item = kTails ? tail_of(job, i) : block_of(job, i);
     const CudaPiece& piece = item.piece;
     if (item.number * kBlock >= piece.count) continue;
     const uint64_t block = item.number, n = min_u64(kBlock, piece.count - block * kBlock);
-    const uint32_t* region = job.body + piece.region;
-    const uint64_t side_at = side_offset(scheme, piece.count);
-    void* out = job.out[piece.tensor];
-    uint32_t seen = 0;
-
-    // Lane l looks after the parameters of row l; a unit is summed and checked where its first row is.
-    UnitParams mine;
-    uint32_t my_side = 0;
-    const uint64_t begin = block * kBlock + lane * kLane, unit = unit_elements(scheme, piece.count);
-    if (scheme.stat != Stat::none && lane * kLane < n) {
-      const uint64_t u = begin / unit;
-      uint32_t side[2] = {0, 0};
-      for (uint32_t w = 0; w < scheme.side; ++w) side[w] = region[side_at + u * scheme.side + w];
-      if (begin == u * unit && first_warp) {
-        if (!side_is_valid(scheme, side)) problem |= kBadSide;
-        for (uint32_t w = 0; w < scheme.side; ++w) {
-          const uint64_t at = piece.region + side_at + u * scheme.side + w;
-          check.loose += word_part(side[w], at);
-        }
-      }
-      mine = make_params(scheme, side);
-      my_side = side[0];
-    }
-    const bool is_one = scheme.stat == Stat::none || unit >= kBlock;
-    UnitParams p;
-    const auto take = [&](int row) {                                // the parameters of a row
-      if constexpr (B::kCodeBits == 0 || requires { B::kSize; }) {  // their parameters are more than two numbers
-        const uint32_t side[2] = {__shfl_sync(kFull, my_side, row), 0};
-        p = make_params(scheme, side);
-      } else {
-        p.a = __shfl_sync(kFull, mine.a, row);
-        p.b = __shfl_sync(kFull, mine.b, row);
-      }
-    };
-    if (scheme.stat != Stat::none) take(0);
-
-    if (n == kBlock) {
-      const uint32_t* words = region + block * kLane * bits + lane;
-      const uint64_t row0 = piece.region / kLane + block * bits;
-      uint32_t w[kBits ? kBits : 32];  // words, or codes
-      if constexpr (kBits == 0) {
-        unpack_block(bits, words, static_cast<uint32_t>(row0), w, check);
-      } else {
-#pragma unroll
-        for (int q = 0; q < kBits; ++q) w[q] = __ldcs(words + q * 32);
-#pragma unroll
-        for (int q = 0; q < kBits; ++q) check.row(w[q], row0 + q);
-      }
-      const uint64_t at = block * kBlock + lane;
-      const bool plain = job.dtype == DType::f32 && !job.add;
-      float* to = static_cast<float*>(out) + at;
-#pragma unroll
-      for (int row = 0; row < 32; ++row) {
-        constexpr uint32_t kMask = kBits == 32 ? 0xffffffffu : (1u << (kBits % 32)) - 1;
-        const int place = row * kBits % 32, q = row * kBits / 32;
-        uint32_t code = w[kBits ? q : row];
-        if constexpr (kBits != 0) {
-          code >>= place;
-          if (place + kBits > 32) code |= w[q + 1 < kBits ? q + 1 : q] << (32 - place & 31);
-          code &= kMask;
-        }
-        seen = B::template check<ScalarLane>(seen, code);
-        if (!is_one) take(row);
-        const float value = B::template decode<ScalarLane>(code, p);
-        if (plain)
-          __stcs(to + row * 32, value);
-        else
-          store_value(out, job.dtype, job.add, at + row * 32, value);
-      }
-    } else {
-      const uint64_t tail = full_words(scheme, piece.count), words = tail_words(scheme, piece.count);
-      for (uint64_t j = lane + row_first * 32; j < words; j += row_step * 32) {
-        const uint32_t word = region[tail + j];
-        check.loose += word_part(word, piece.region + tail + j);
-        const uint32_t used = static_cast<uint32_t>(min_u64(32, n * bits - j * 32));
-        if (used < 32 && word >> used) problem |= kBadPadding;
-      }
-#pragma unroll 1
-      for (uint32_t row = row_first; row * kLane < n; row += row_step) {
-        if (!is_one) take(static_cast<int>(row));
-        const uint64_t e = row * kLane + lane, bit = e * bits;
-        if (e >= n) continue;
-        uint64_t pair = bits ? region[tail + bit / 32] : 0;
-        if (bit % 32 + bits > 32) pair |= static_cast<uint64_t>(region[tail + bit / 32 + 1]) << 32;
-        const uint32_t code = static_cast<uint32_t>((pair >> (bit % 32)) & ((uint64_t{1} << bits) - 1));
-        seen = B::template check<ScalarLane>(seen, code);
-        store_value(out, job.dtype, job.add, block * kBlock + e, B::template decode<ScalarLane>(code, p));
-      }
-    }
+    const bool is_one = scheme.scale_words == 0 || unit_elements(scheme, piece.count) >= kBlock;
+    RowParams<B> params;
+    problem |= params.load(job, piece, block, n, lane, !kTails || warp == 0, check);
+    const uint32_t seen =
+        n == kBlock ? decode_full(job, piece, block, lane, is_one, params, check)
+                    : decode_tail(job, piece, block, n, lane, first_row, step, is_one, params, problem, check);
     if (B::bad(seen, scheme)) problem |= kBadCodes;
   }
   return problem;
-}
-
-__device__ __forceinline__ void report(const CudaJob& job, uint32_t problem, Check& check) {
-  problem = __reduce_or_sync(kFull, problem);
-  if (problem && (threadIdx.x & 31) == 0) atomicOr(job.status, problem);
-  check.flush(job.check);
 }
 
 template <class B>

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels that nearly all bytes go through: full blocks whose parameters are the same for the whole block. They do what
-// cuda_driver.cuh does in general, with as little as possible besides: a warp keeps its tensor's addresses in registers from
-// block to block, asks the cache for its next block while it works on this one, and saves up the checksums of side values
-// until there is one for every lane.
+// The kernels that nearly all bytes go through: full blocks whose parameters are the same for the whole block. They do
+// what cuda_driver.cuh does in general, with as little as possible besides: a warp keeps the addresses of its tensor in
+// registers from block to block, asks the cache for its next block while it works on this one, and saves up the
+// checksums of scales until there is one for every lane.
 //
-// Included by codec/cuda_kernels.cu after cuda_driver.cuh.
+// Included by the files of kernels after cuda_driver.cuh.
 
-// The piece a warp is at.
-struct Place {
+// The tensor that a warp is at.
+struct TensorPlace {
   uint32_t slot = 0xffffffffu;
   uint64_t first_item = 0, full = 0;  // full: blocks that are not partial
   const void *in = nullptr, *before = nullptr;
@@ -16,7 +16,7 @@ struct Place {
 
   uint32_t next = 0;  // the slot of the item to come, asked for one item ahead
 
-  __device__ __forceinline__ void look(const CudaJob& job, uint64_t i, uint64_t items) {
+  __device__ __forceinline__ void prefetch_slot(const CudaJob& job, uint64_t i, uint64_t items) {
     if (job.piece_count > 1 && i < items) next = __ldg(job.item_piece + i);
   }
   __device__ __forceinline__ void go(const CudaJob& job) {
@@ -39,7 +39,7 @@ struct Place {
   }
 };
 
-// Side words wait, one a lane, and are summed 32 at a time.
+// Scale words wait, one per lane, and are summed 32 at a time.
 struct SideSums {
   uint64_t index = 0;
   uint32_t word = 0, held = 0;
@@ -55,8 +55,6 @@ struct SideSums {
     word = held = 0;
   }
 };
-
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 __device__ __forceinline__ void load_full(const void* data, DType dtype, uint64_t at, float (&x)[32]) {
   if (dtype == DType::f32) {
@@ -80,170 +78,269 @@ __device__ __forceinline__ void copy_block(const float* from, float* to, uint32_
   __pipeline_commit();
 }
 
-// kAhead: f32 input aligned to 16 bytes, no feedback. Blocks come through shared memory, copied there without passing through
-// registers while the block before them is worked on.
+// The values of a warp's blocks, one after another. kAhead: f32 input aligned to 16 bytes, no feedback. Blocks then
+// come through shared memory, copied there without passing through registers while the block before them is worked on;
+// else the cache is asked for the next block.
+template <bool kFeedback, bool kAhead>
+struct BlockLoader {
+  float* buffer;                  // kAhead: room for two blocks
+  uint64_t ahead = ~uint64_t{0};  // the item that is on its way to shared memory
+  uint32_t turn = 0;              // the half of the buffer that holds this block
+
+  // Item i of the job is `block` of the piece; the warp comes back after `stride` items.
+  __device__ __forceinline__ void load(const CudaJob& job, const TensorPlace& place, uint64_t i, uint64_t block,
+                                       uint64_t stride, uint32_t lane, float (&x)[32]) {
+    if constexpr (kAhead)
+      load_ahead(place, i, block, stride, lane, x);
+    else
+      load_full(place.in, job.dtype, block * kBlock + lane, x);
+    if (kFeedback && place.before) {
+      float e[32];
+      load_full(place.before, job.residual, block * kBlock + lane, e);
+#pragma unroll
+      for (int row = 0; row < 32; ++row) x[row] = x[row] + e[row] * job.loss_scale;
+    }
+    if (!kAhead && block + stride < place.full) {  // one line per lane: the whole of the next block
+      const uint64_t next = (block + stride) * kBlock + lane * 32;
+      prefetch(static_cast<const char*>(place.in) + next * (job.dtype == DType::f32 ? 4 : 2));
+      if (kFeedback && place.before)
+        prefetch(static_cast<const char*>(place.before) + next * (job.residual == DType::f32 ? 4 : 2));
+    }
+  }
+
+  __device__ __forceinline__ void load_ahead(const TensorPlace& place, uint64_t i, uint64_t block, uint64_t stride,
+                                             uint32_t lane, float (&x)[32]) {
+    const float* in = static_cast<const float*>(place.in);
+    if (ahead != i) copy_block(in + block * kBlock, buffer + turn * kBlock, lane);
+    if (block + stride < place.full) {
+      copy_block(in + (block + stride) * kBlock, buffer + (turn ^ 1) * kBlock, lane);
+      ahead = i + stride;
+      __pipeline_wait_prior(1);
+    } else {
+      __pipeline_wait_prior(0);
+    }
+    __syncwarp();  // a lane reads what others have copied
+#pragma unroll
+    for (int row = 0; row < 32; ++row) x[row] = buffer[turn * kBlock + row * 32 + lane];
+    turn ^= 1;
+    __syncwarp();  // before the next copy overwrites it
+  }
+};
+
+// The residuals of a full block. A NaN means that the unit was marked and keeps what it had.
+__device__ __forceinline__ void store_residuals(const CudaJob& job, const TensorPlace& place, uint64_t at,
+                                                const float (&x)[32]) {
+  if (job.residual == DType::f32) {
+    float* to = static_cast<float*>(place.after) + at;
+    const float* was = static_cast<const float*>(place.before) + at;
+#pragma unroll
+    for (int row = 0; row < 32; ++row) __stcs(to + row * 32, x[row] != x[row] ? was[row * 32] : x[row]);
+  } else {
+    uint16_t* to = static_cast<uint16_t*>(place.after) + at;
+    const uint16_t* was = static_cast<const uint16_t*>(place.before) + at;
+#pragma unroll
+    for (int row = 0; row < 32; ++row) to[row * 32] = x[row] != x[row] ? was[row * 32] : f32_to_bf16(x[row]);
+  }
+}
+
 // Bodies that look levels up find them in shared memory, whose addresses cost half of global ones.
 template <class B>
-GW_HD constexpr uint32_t table_floats() {
-  if constexpr (requires { B::kSize; }) return 2 * B::kSize;
-  return 0;
-}
-template <class B>
 __device__ __forceinline__ void fetch_table(const Scheme& s, float* table) {
-  if constexpr (table_floats<B>() > 0) {
-    for (uint32_t i = threadIdx.x; i < table_floats<B>(); i += blockDim.x) table[i] = __ldg(s.table + i);
+  if constexpr (B::kTableFloats > 0) {
+    for (uint32_t i = threadIdx.x; i < B::kTableFloats; i += blockDim.x) table[i] = __ldg(s.table + i);
     __syncthreads();
   }
 }
 
 template <class B, bool kFeedback, bool kAhead>
 __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_constant__ CudaJob job) {
-  constexpr int kBits = B::kCodeBits;
   const int bits = code_bits<B>(job.scheme);
   const uint32_t lane = threadIdx.x & 31;
   const uint64_t stride = job.main_blocks * 8ull;
   const Scheme& scheme = job.scheme;
   Check check;
   SideSums sides;
-  Place place;
-  __shared__ float table[table_floats<B>() + 1];
+  TensorPlace place;
+  __shared__ float table[B::kTableFloats + 1];
   fetch_table<B>(scheme, table);
-  extern __shared__ float4 stages[];  // kAhead: two blocks a warp
-  float* const stage = reinterpret_cast<float*>(stages) + (threadIdx.x >> 5) * 2 * kBlock;
-  uint64_t ahead = ~uint64_t{0};  // the block that is on its way to shared memory
-  uint32_t turn = 0;
+  extern __shared__ float4 ahead_blocks[];  // kAhead: two blocks per warp
+  BlockLoader<kFeedback, kAhead> loader{reinterpret_cast<float*>(ahead_blocks) + (threadIdx.x >> 5) * 2 * kBlock};
   uint64_t i = blockIdx.x * 8ull + (threadIdx.x >> 5);
-  place.look(job, i, job.items);
+  place.prefetch_slot(job, i, job.items);
   for (; i < job.items; i += stride) {
     place.go(job);
-    place.look(job, i + stride, job.items);
-    const uint64_t block = i - place.first_item, at = block * kBlock + lane;
+    place.prefetch_slot(job, i + stride, job.items);
+    const uint64_t block = i - place.first_item;
     if (block >= place.full) continue;
     float x[32];
-    if constexpr (kAhead) {
-      if (ahead != i) copy_block(static_cast<const float*>(place.in) + block * kBlock, stage + turn * kBlock, lane);
-      if (block + stride < place.full) {
-        copy_block(static_cast<const float*>(place.in) + (block + stride) * kBlock, stage + (turn ^ 1) * kBlock, lane);
-        ahead = i + stride;
-        __pipeline_wait_prior(1);
-      } else {
-        __pipeline_wait_prior(0);
-      }
-      __syncwarp();
-#pragma unroll
-      for (int row = 0; row < 32; ++row) x[row] = stage[turn * kBlock + row * 32 + lane];
-      turn ^= 1;
-      __syncwarp();
-    } else {
-      load_full(place.in, job.dtype, at, x);
-    }
-    if (kFeedback && place.before) {
-      float e[32];
-      load_full(place.before, job.residual, at, e);
-#pragma unroll
-      for (int row = 0; row < 32; ++row) x[row] = x[row] + e[row] * job.loss_scale;
-    }
-    if (!kAhead && block + stride < place.full) {  // one line a lane: the whole of the next block
-      const uint64_t next = (block + stride) * kBlock + lane * 32;
-      prefetch(static_cast<const char*>(place.in) + next * (job.dtype == DType::f32 ? 4 : 2));
-      if (kFeedback && place.before)
-        prefetch(static_cast<const char*>(place.before) + next * (job.residual == DType::f32 ? 4 : 2));
-    }
+    loader.load(job, place, i, block, stride, lane, x);
 
     UnitParams p;
     bool marked = false;
-    if (scheme.stat != Stat::none) {
+    if (scheme.scale_words != 0) {
       if (scheme.unit == 0) {
         p = job.params[place.slot];
         marked = float_bits(p.a) == kMarker;
       } else {
         const uint32_t top = block_max(x);
         Sums sums;
-        if (needs_sums(scheme.stat) && top < kInfBits) sums = warp_sums(scheme.stat, x, grid_for(top));
+        if (scheme.sums != SumKind::none && top < kInfBits) sums = warp_sums(scheme.sums, x, grid_for(top));
         uint32_t side[2];
-        make_side(scheme, top, sums, kBlock, side);
-        for (uint32_t w = 0; w < scheme.side; ++w) {
-          const uint64_t index = place.side + block * scheme.side + w;
+        B::make_scales(scheme, top, sums, kBlock, side);
+        for (uint32_t w = 0; w < scheme.scale_words; ++w) {
+          const uint64_t index = place.side + block * scheme.scale_words + w;
           if (lane == 0) job.body[index] = side[w];
           sides.add(lane, side[w], index, check);
         }
-        p = make_params(scheme, side);
+        p = B::make_params(scheme, side);
         marked = side[0] == kMarker;
       }
-      if constexpr (table_floats<B>() > 0) p.table = table;
+      if constexpr (B::kTableFloats > 0) p.table = table;
       if (marked) {
 #pragma unroll
         for (int row = 0; row < 32; ++row) x[row] = 0;
       }
-      // Range floats are made of the values as they are.
-      if (scheme.body != Body::range && p.pre != 1.0f) {
+      if (B::kLifts && p.pre != 1.0f) {
 #pragma unroll
         for (int row = 0; row < 32; ++row) x[row] *= p.pre;
-        if (scheme.body != Body::levels) p.limit *= p.pre;
+        if (B::kClips) p.limit *= p.pre;
       }
     }
 
-    const uint64_t key = block_key(place.key, place.first_block + block);
-    const uint32_t key1 = static_cast<uint32_t>(key >> 32);
-    const float lower =
-        1.0f / p.pre;  // a power of two: exact both ways. Lifted values were clipped against p.limit unlifted
-    uint32_t counter = lane * kWeyl + static_cast<uint32_t>(key);
-    uint32_t* words = job.body + place.region + block * kLane * bits + lane;
-    const uint32_t row0 = static_cast<uint32_t>(place.region / kLane + block * bits);
-    uint32_t rnd = 0x80008000u, word = 0;
-    uint32_t codes[kBits ? 1 : 32];
-#pragma unroll
-    for (int row = 0; row < 32; ++row) {
-      const int shift = row * kBits % 32, q = row * kBits / 32;
-      uint32_t r16 = 0;
-      if constexpr (B::kRandom) {
-        if (row % 2 == 0) {
-          if (!scheme.nearest) rnd = random_mix(counter, key1);
-          counter += 32 * kWeyl;
-          r16 = rnd & 0xffffu;
-        } else {
-          r16 = rnd >> 16;
-        }
-      }
-      const uint32_t code = B::template encode<ScalarLane, false>(x[row], p, r16);
-      if constexpr (kFeedback) x[row] = (x[row] * lower - B::template decode<ScalarLane>(code, p)) * job.unscale;
-      if constexpr (kBits == 0) {
-        codes[row] = code;
-        continue;
-      }
-      word = shift == 0 ? code : word + (code << shift);
-      if (shift + kBits >= 32) {
-        words[q * 32] = word;
-        check.row(word, row0 + q);
-        word = shift + kBits > 32 ? code >> (32 - shift) : 0;
-      }
-    }
-    if constexpr (kBits == 0) pack_block(bits, codes, words, row0, check);
-    if (kFeedback && place.after) {
-      if (job.residual == DType::f32) {
-        float* to = static_cast<float*>(place.after) + at;
-        const float* was = static_cast<const float*>(place.before) + at;
-#pragma unroll
-        for (int row = 0; row < 32; ++row) __stcs(to + row * 32, x[row] != x[row] ? was[row * 32] : x[row]);
-      } else {
-        uint16_t* to = static_cast<uint16_t*>(place.after) + at;
-        const uint16_t* was = static_cast<const uint16_t*>(place.before) + at;
-#pragma unroll
-        for (int row = 0; row < 32; ++row) to[row * 32] = x[row] != x[row] ? was[row * 32] : f32_to_bf16(x[row]);
-      }
-    }
+    // A power of two: exact both ways. Lifted values were clipped against p.limit, which was lifted as well.
+    const float lower = 1.0f / p.pre;
+    const BlockPlace at{job.body + place.region + block * kLane * bits + lane,
+                        static_cast<uint32_t>(place.region / kLane + block * bits),
+                        block_key(place.key, place.first_block + block)};
+    const auto the_one = [&](int) -> const UnitParams& { return p; };
+    encode_rows<B, false, kFeedback>(job, at, lane, x, lower, the_one, check);
+    if (kFeedback && place.after) store_residuals(job, place, block * kBlock + lane, x);
   }
   sides.flush(check);
   check.flush(job.check);
 }
 
-// kQuads: a thread takes four neighbouring lanes of every fourth row instead of one lane of every row, so that its results go out
-// 16 bytes at a time. For codes of 1, 2 or 4 bits: four rows share a word, and few words are held.
+// The words of a full block that a thread decodes, one lane of every row. They are asked for before the parameters are
+// known, so that the two waits overlap. Of 32-bit codes only half fit in registers; the second half comes when the
+// first is done.
+template <class B>
+struct LaneWords {
+  static constexpr int kBits = B::kCodeBits;
+  static constexpr int kHeld = kBits == 0 ? 32 : kBits <= 16 ? kBits : 16;  // words at a time; kBits 0: codes
+  uint32_t w[kHeld];
+
+  __device__ __forceinline__ void load(const CudaJob& job, const uint32_t* words, uint32_t row0, uint32_t lane,
+                                       Check& check) {
+    if constexpr (kBits == 0) {
+      unpack_block(job.scheme.bits, words + lane, row0, w, check);
+    } else {
+#pragma unroll
+      for (int q = 0; q < kHeld; ++q) w[q] = __ldcs(words + q * 32 + lane);
+    }
+  }
+
+  // The block that begins at element `first`. Returns what B::check() has seen.
+  __device__ __forceinline__ uint32_t decode(const CudaJob& job, void* out, uint64_t first, const uint32_t* words,
+                                             uint32_t row0, uint32_t lane, const UnitParams& p, Check& check) {
+    constexpr uint32_t kMask = kBits == 32 ? 0xffffffffu : (1u << (kBits % 32)) - 1;
+    const bool plain = job.dtype == DType::f32 && !job.add;
+    const uint64_t at = first + lane;
+    float* to = static_cast<float*>(out) + at;
+    uint32_t seen = 0;
+    if constexpr (kBits != 0) {
+#pragma unroll
+      for (int q = 0; q < kHeld; ++q) check.row(w[q], row0 + q);
+    }
+#pragma unroll
+    for (int row = 0; row < 32; ++row) {
+      const int shift = row * kBits % 32, q = kBits ? row * kBits / 32 : row;
+      if constexpr (kBits == 32) {
+        if (row == 16) {
+#pragma unroll
+          for (int k = 0; k < 16; ++k) w[k] = __ldcs(words + (16 + k) * 32 + lane);
+#pragma unroll
+          for (int k = 0; k < 16; ++k) check.row(w[k], row0 + 16 + k);
+        }
+      }
+      uint32_t code = w[q % kHeld] >> shift;
+      if (shift + kBits > 32) code |= w[(q + 1) % kHeld] << ((32 - shift) & 31);
+      if constexpr (kBits != 0) code &= kMask;
+      seen = B::template check<ScalarLane>(seen, code);
+      const float value = B::template decode<ScalarLane>(code, p);
+      if (plain)
+        __stcs(to + row * 32, value);
+      else
+        store_value(out, job.dtype, job.add, at + row * 32, value);
+    }
+    return seen;
+  }
+  __device__ __forceinline__ void finish(uint32_t, Check&) const {}
+};
+
+// The same by quads: a thread takes four neighbouring lanes of every fourth row instead of one lane of every row, so
+// that its results go out 16 bytes at a time. For codes of 1, 2 or 4 bits: four rows share a word, and few words are
+// held. The output is f32, aligned and not added to.
+template <class B>
+struct QuadWords {
+  static constexpr int kBits = B::kCodeBits;
+  uint4 w[kBits];
+  unsigned long long sums[4] = {0, 0, 0, 0};  // of this thread's four lanes, over all blocks
+
+  __device__ __forceinline__ void load(const CudaJob&, const uint32_t* words, uint32_t, uint32_t lane, Check&) {
+#pragma unroll
+    for (int q = 0; q < kBits; ++q) w[q] = __ldcs(reinterpret_cast<const uint4*>(words + q * 32) + (lane & 7));
+  }
+
+  __device__ __forceinline__ uint32_t decode(const CudaJob&, void* out, uint64_t first, const uint32_t*, uint32_t row0,
+                                             uint32_t lane, const UnitParams& p, Check&) {
+    constexpr uint32_t kMask = (1u << kBits) - 1;
+    const uint32_t r = lane >> 3;  // of four rows, this thread's
+    uint32_t seen = 0;
+#pragma unroll
+    for (int q = 0; q < kBits; ++q) {
+      if (r == q % 4) {  // each word is summed by one of the four threads that hold it
+        const uint32_t weight = row_weight(row0 + q);
+        sums[0] += static_cast<unsigned long long>(w[q].x) * weight;
+        sums[1] += static_cast<unsigned long long>(w[q].y) * weight;
+        sums[2] += static_cast<unsigned long long>(w[q].z) * weight;
+        sums[3] += static_cast<unsigned long long>(w[q].w) * weight;
+      }
+      w[q].x >>= r * kBits;
+      w[q].y >>= r * kBits;
+      w[q].z >>= r * kBits;
+      w[q].w >>= r * kBits;
+    }
+    float4* to = reinterpret_cast<float4*>(static_cast<float*>(out) + first) + lane;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int q = 4 * j * kBits / 32, shift = 4 * j * kBits % 32;
+      const uint32_t x = w[q].x >> shift & kMask, y = w[q].y >> shift & kMask, z = w[q].z >> shift & kMask,
+                     v = w[q].w >> shift & kMask;
+      seen = B::template check<ScalarLane>(B::template check<ScalarLane>(seen, x), y);
+      seen = B::template check<ScalarLane>(B::template check<ScalarLane>(seen, z), v);
+      __stcs(to + j * 32, float4{B::template decode<ScalarLane>(x, p), B::template decode<ScalarLane>(y, p),
+                                 B::template decode<ScalarLane>(z, p), B::template decode<ScalarLane>(v, p)});
+    }
+    return seen;
+  }
+  // Once all blocks are done.
+  __device__ __forceinline__ void finish(uint32_t lane, Check& check) const {
+    for (uint32_t c = 0; c < 4; ++c) check.loose += sums[c] * lane_weight((lane & 7) * 4 + c);
+  }
+};
+
+template <class B, bool kQuads>
+struct HeldWords {
+  using Type = LaneWords<B>;
+};
+template <class B>
+struct HeldWords<B, true> {
+  using Type = QuadWords<B>;
+};
+
 template <class B, bool kQuads>
 __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_constant__ CudaJob job) {
-  constexpr int kBits = B::kCodeBits;
   const int bits = code_bits<B>(job.scheme);
-  constexpr uint32_t kMask = kBits == 32 ? 0xffffffffu : (1u << (kBits % 32)) - 1;
   const uint32_t lane = threadIdx.x & 31;
   const uint64_t stride = job.main_blocks * 8ull, items = block_count(job);
   const Scheme& scheme = job.scheme;
@@ -255,109 +352,42 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
            check);
     return;
   }
-  __shared__ float table[table_floats<B>() + 1];
+  __shared__ float table[B::kTableFloats + 1];
   fetch_table<B>(scheme, table);
   SideSums sides;
-  Place place;
+  TensorPlace place;
   uint32_t problem = 0;
-  unsigned long long quad[4] = {0, 0, 0, 0};  // kQuads: sums of this thread's four lanes
-  const bool plain = job.dtype == DType::f32 && !job.add, chunks = chunked(scheme);
+  typename HeldWords<B, kQuads>::Type held;
+  const bool chunks = chunked(scheme);
   uint64_t i = (blockIdx.x - others) * 8ull + (threadIdx.x >> 5);
-  place.look(job, chunks ? i / 32 : i, job.items);
+  place.prefetch_slot(job, chunks ? i / 32 : i, job.items);
   for (; i < items; i += stride) {
     place.go(job);
-    place.look(job, chunks ? (i + stride) / 32 : i + stride, job.items);
+    place.prefetch_slot(job, chunks ? (i + stride) / 32 : i + stride, job.items);
     const uint64_t block = chunks ? (i / 32 - place.first_item) * 32 + i % 32 : i - place.first_item;
     if (block >= place.full) continue;
     const uint32_t* words = job.body + place.region + block * kLane * bits;
     const uint32_t row0 = static_cast<uint32_t>(place.region / kLane + block * bits);
 
-    constexpr int kHeld = kBits == 0 ? 32 : kBits <= 16 ? kBits : 16;  // words in registers at a time; kBits 0: codes
-    uint32_t w[kHeld];
-    uint4 w4[kQuads ? kBits : 1];
-    if constexpr (kQuads) {
-#pragma unroll
-      for (int q = 0; q < kBits; ++q) w4[q] = __ldcs(reinterpret_cast<const uint4*>(words + q * 32) + (lane & 7));
-    } else if constexpr (kBits == 0) {
-      unpack_block(bits, words + lane, row0, w, check);
-    } else {
-#pragma unroll
-      for (int q = 0; q < kHeld; ++q) w[q] = __ldcs(words + q * 32 + lane);
-    }
+    held.load(job, words, row0, lane, check);
     UnitParams p;
-    if (scheme.stat != Stat::none) {
+    if (scheme.scale_words != 0) {
       const uint64_t unit = scheme.unit == 0 ? 0 : block >> job.unit_shift;
       uint32_t side[2] = {0, 0};
-      side[0] = __ldg(job.body + place.side + unit * scheme.side);
-      if (scheme.side > 1) side[1] = __ldg(job.body + place.side + unit * scheme.side + 1);
+      side[0] = __ldg(job.body + place.side + unit * scheme.scale_words);
+      if (scheme.scale_words > 1) side[1] = __ldg(job.body + place.side + unit * scheme.scale_words + 1);
       if (scheme.unit == 0 ? block == 0 : unit << job.unit_shift == block) {
-        if (!side_is_valid(scheme, side)) problem |= kBadSide;
-        for (uint32_t s = 0; s < scheme.side; ++s) sides.add(lane, side[s], place.side + unit * scheme.side + s, check);
+        if (!B::scales_valid(scheme, side)) problem |= kBadScales;
+        for (uint32_t s = 0; s < scheme.scale_words; ++s)
+          sides.add(lane, side[s], place.side + unit * scheme.scale_words + s, check);
       }
-      p = make_params(scheme, side);
-      if constexpr (table_floats<B>() > 0) p.table = table;
+      p = B::make_params(scheme, side);
+      if constexpr (B::kTableFloats > 0) p.table = table;
     }
-    uint32_t seen = 0;
-    if constexpr (kQuads) {
-      const uint32_t r = lane >> 3;  // of four rows, this thread's
-#pragma unroll
-      for (int q = 0; q < kBits; ++q) {
-        if (r == q % 4) {  // each word is summed by one of the four threads that hold it
-          const uint32_t weight = row_weight(row0 + q);
-          quad[0] += static_cast<unsigned long long>(w4[q].x) * weight;
-          quad[1] += static_cast<unsigned long long>(w4[q].y) * weight;
-          quad[2] += static_cast<unsigned long long>(w4[q].z) * weight;
-          quad[3] += static_cast<unsigned long long>(w4[q].w) * weight;
-        }
-        w4[q].x >>= r * kBits;
-        w4[q].y >>= r * kBits;
-        w4[q].z >>= r * kBits;
-        w4[q].w >>= r * kBits;
-      }
-      float4* to = reinterpret_cast<float4*>(static_cast<float*>(place.out) + block * kBlock) + lane;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int q = 4 * j * kBits / 32, shift = 4 * j * kBits % 32;
-        const uint32_t x = w4[q].x >> shift & kMask, y = w4[q].y >> shift & kMask, z = w4[q].z >> shift & kMask,
-                       v = w4[q].w >> shift & kMask;
-        seen = B::template check<ScalarLane>(B::template check<ScalarLane>(seen, x), y);
-        seen = B::template check<ScalarLane>(B::template check<ScalarLane>(seen, z), v);
-        __stcs(to + j * 32, float4{B::template decode<ScalarLane>(x, p), B::template decode<ScalarLane>(y, p),
-                                   B::template decode<ScalarLane>(z, p), B::template decode<ScalarLane>(v, p)});
-      }
-    } else {
-      const uint64_t at = block * kBlock + lane;
-      float* to = static_cast<float*>(place.out) + at;
-      if constexpr (kBits != 0) {
-#pragma unroll
-        for (int q = 0; q < kHeld; ++q) check.row(w[q], row0 + q);
-      }
-#pragma unroll
-      for (int row = 0; row < 32; ++row) {
-        const int shift = row * kBits % 32, q = kBits ? row * kBits / 32 : row;
-        if constexpr (kBits == 32) {  // the second half comes when the first is done
-          if (row == 16) {
-#pragma unroll
-            for (int k = 0; k < 16; ++k) w[k] = __ldcs(words + (16 + k) * 32 + lane);
-#pragma unroll
-            for (int k = 0; k < 16; ++k) check.row(w[k], row0 + 16 + k);
-          }
-        }
-        uint32_t code = w[q % kHeld] >> shift;
-        if (shift + kBits > 32) code |= w[(q + 1) % kHeld] << ((32 - shift) & 31);
-        if constexpr (kBits != 0) code &= kMask;
-        seen = B::template check<ScalarLane>(seen, code);
-        const float value = B::template decode<ScalarLane>(code, p);
-        if (plain)
-          __stcs(to + row * 32, value);
-        else
-          store_value(place.out, job.dtype, job.add, at + row * 32, value);
-      }
-    }
+    const uint32_t seen = held.decode(job, place.out, block * kBlock, words, row0, lane, p, check);
     if (B::bad(seen, scheme)) problem |= kBadCodes;
   }
-  if constexpr (kQuads)
-    for (uint32_t c = 0; c < 4; ++c) check.loose += quad[c] * lane_weight((lane & 7) * 4 + c);
+  held.finish(lane, check);
   sides.flush(check);
   report(job, problem, check);
 }

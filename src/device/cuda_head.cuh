@@ -5,8 +5,8 @@
 
 constexpr uint32_t kFull = 0xffffffffu;
 
-// XXH64 (seed 0) of bytes [0, 48) and [64, bytes) of a head, both multiples of 8. The first warp of the block
-// runs the hash's four chains side by side.
+// XXH64 (seed 0) of a head without its two checks, which are the last 16 bytes of the header. The first warp of the
+// block runs the hash's four chains side by side.
 __device__ uint64_t device_head_check(const std::byte* head, uint32_t bytes) {
   constexpr uint64_t p1 = 0x9e3779b185ebca87ull, p2 = 0xc2b2ae3d27d4eb4full, p3 = 0x165667b19e3779f9ull,
                      p4 = 0x85ebca77c2b2ae63ull, p5 = 0x27d4eb2f165667c5ull;
@@ -14,7 +14,8 @@ __device__ uint64_t device_head_check(const std::byte* head, uint32_t bytes) {
   const auto round = [&](uint64_t acc, uint64_t in) { return rotate(acc + in * p2, 31) * p1; };
   const uint64_t* words = reinterpret_cast<const uint64_t*>(head);
   const uint32_t count = bytes / 8 - 2, lane = threadIdx.x & 31, stripes = count / 4;  // without the two checks
-  const auto word = [&](uint32_t i) { return i < count ? words[i < 6 ? i : i + 2] : 0; };
+  constexpr uint32_t kBefore = wire::header::head_check / 8;                           // words before the checks
+  const auto word = [&](uint32_t i) { return i < count ? words[i < kBefore ? i : i + 2] : 0; };
   // Lane k of the first four keeps accumulator k; eight words are on their way while eight are worked in.
   const uint32_t k = lane & 3;
   uint64_t v = k == 0 ? p1 + p2 : k == 1 ? p2 : k == 2 ? 0 : 0 - p1, now[8], next[8];
@@ -54,9 +55,12 @@ __device__ uint32_t check_head(const CudaJob& job) {
   // The first warp has the hash to do; the others look.
   for (uint32_t w = threadIdx.x - 32; threadIdx.x >= 32 && w < head.bytes / 4; w += blockDim.x - 32) {
     const uint32_t at = w * 4;
-    if ((at >= 16 && at < 36) || (at >= 48 && at < 64)) continue;
+    if ((at >= wire::header::step && at < wire::header::spec_count) ||
+        (at >= wire::header::head_check && at < wire::header::size))
+      continue;
     const uint32_t got = reinterpret_cast<const uint32_t*>(message)[w];
-    const bool type = at >= head.first_tensor_at && (at - head.first_tensor_at) % 40 == 32 && (got >> 16 & 0xff) <= 2;
+    const bool type = at >= head.first_tensor_at && at < head.tensors_end &&
+                      (at - head.first_tensor_at) % wire::row::size == wire::row::spec && (got >> 16 & 0xff) <= 2;
     if ((got ^ reinterpret_cast<const uint32_t*>(head.expected)[w]) & (type ? 0xff00ffffu : 0xffffffffu))
       problem |= kBadHead;
   }
@@ -66,13 +70,13 @@ __device__ uint32_t check_head(const CudaJob& job) {
       if (body[w] != 0) problem |= kBadPadding;
   const uint64_t found = threadIdx.x < 32 ? device_head_check(message, head.bytes) : 0;
   if (threadIdx.x == 0) {
-    const uint32_t rank = *reinterpret_cast<const uint32_t*>(message + 28),
-                   world = *reinterpret_cast<const uint32_t*>(message + 32);
-    if (found != *reinterpret_cast<const uint64_t*>(message + 48)) problem |= kBadHead;
+    const uint32_t rank = *reinterpret_cast<const uint32_t*>(message + wire::header::rank),
+                   world = *reinterpret_cast<const uint32_t*>(message + wire::header::world);
+    if (found != *reinterpret_cast<const uint64_t*>(message + wire::header::head_check)) problem |= kBadHead;
     if (rank >= world) problem |= kBadStamp;
-    if (head.has_stamp &&
-        (*reinterpret_cast<const uint64_t*>(message + 16) != head.step ||
-         *reinterpret_cast<const uint32_t*>(message + 24) != head.stage || rank != head.rank || world != head.world))
+    if (head.has_stamp && (*reinterpret_cast<const uint64_t*>(message + wire::header::step) != head.step ||
+                           *reinterpret_cast<const uint32_t*>(message + wire::header::stage) != head.stage ||
+                           rank != head.rank || world != head.world))
       problem |= kBadStamp;
   }
   return problem;

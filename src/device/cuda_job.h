@@ -12,41 +12,34 @@
 #include "device/scheme.h"
 #include "gradwire/plan.h"
 #include "gradwire/tensor.h"
+#include "message/wire_offsets.h"
 
 namespace gradwire {
 
 // One tensor (or piece) of a group: the tensors of a plan that share scheme and dtype run in one launch.
 struct CudaPiece {
   uint64_t count, first_block, name_hash;
-  uint64_t region;            // its first word in the body
-  uint64_t first_item;        // number of its first item in the group
-  uint64_t first_block_slot;  // whole-tensor selection: its first entry in block_counts
-  uint32_t tensor;            // its place in the pointer tables: first_pointer + slot
-  uint64_t first_bucket = 0;  // whole-tensor clusters: its first entry in bucket_sums and bucket_counts
+  uint64_t region;      // its first word in the body
+  uint64_t first_item;  // number of its first item in the group
+  uint32_t tensor;      // its place in the pointer tables: first_pointer + slot
 };
 
 struct CudaSums {
   unsigned long long first, second, negative;
 };
 
-// The state of choosing the k-th strongest magnitude of a whole tensor, digit by digit.
-struct CudaSelect {
-  uint32_t prefix, known;
-  unsigned long long left;
-  uint32_t histogram[2048];
-};
-
-// Bits of the status word. Any of them makes wait() throw.
+// Bits of the status word: what of a message is wrong. Any of them makes wait() throw.
 enum CudaStatus : uint32_t {
   kBadCodes = 1,
-  kBadSide = 2,
+  kBadScales = 2,
   kBadPadding = 4,
   kBadIndices = 8,
   kBadValues = 16,
   kBadHead = 32,
   kBadBody = 64,
   kBadStamp = 128,
-  kBadBuckets = 512,  // 256: cuda_fft.h
+  kBadBitmap = 256,
+  kBadBuckets = 512,
 };
 
 // What the head of a message must be.
@@ -59,8 +52,8 @@ struct CudaHead {
   uint64_t body_words = 0;
   const uint64_t* gaps = nullptr;  // device: pairs [from, to) of body words between regions
   uint32_t gap_count = 0;
-  bool has_stamp = false;        // decode: the stamp must be this one
-  uint32_t first_tensor_at = 0;  // byte where the tensor table begins
+  bool has_stamp = false;                         // decode: the stamp must be this one
+  uint32_t first_tensor_at = 0, tensors_end = 0;  // bytes where the tensor table begins and ends
 };
 
 struct CudaJob {
@@ -87,22 +80,16 @@ struct CudaJob {
   uint32_t* status = nullptr;
   CudaHead head;  // decode, in the first job of a message: to be checked on the way
   const std::byte* message = nullptr;
-  // Whole-tensor units, an entry a piece.
+  // Whole-tensor units, an entry per piece.
   uint32_t* tops = nullptr;
   CudaSums* sums = nullptr;
   UnitParams* params = nullptr;
-  CudaSelect* select = nullptr;
-  uint2* block_counts = nullptr;  // above and at the threshold, then their prefix sums
-  // Whole-tensor clusters: what the elements of every bucket add up to, and how many they are.
-  unsigned long long* bucket_sums = nullptr;
-  uint32_t* bucket_counts = nullptr;
-  uint64_t buckets = 0;  // of all pieces
 };
 
 // Items are blocks, or chunks of 32 blocks where units are larger than a block.
 GW_HD inline bool chunked(const Scheme& s) { return s.unit > kBlock; }
 // Units that are whole blocks, or parts of none: the fast kernels take the full blocks of these.
-GW_HD inline bool block_wise(const Scheme& s) { return s.stat == Stat::none || s.unit == 0 || s.unit >= kBlock; }
+GW_HD inline bool block_wise(const Scheme& s) { return s.scale_words == 0 || s.unit == 0 || s.unit >= kBlock; }
 // Blocks to visit, seen from the items; the last chunk of a piece may have fewer than 32.
 GW_HD inline uint64_t block_count(const CudaJob& job) { return job.items * (chunked(job.scheme) ? 32 : 1); }
 
@@ -119,15 +106,9 @@ void cuda_begin(const CudaBegin& begin, const void* const* host, const void** de
                 cudaStream_t stream);
 void cuda_encode(const CudaJob& job, cudaStream_t stream);
 void cuda_decode(const CudaJob& job, cudaStream_t stream);
-// The same for the bodies of codec/methods-inl.h.
-void cuda_encode_methods(const CudaJob& job, cudaStream_t stream);
-void cuda_decode_methods(const CudaJob& job, cudaStream_t stream);
-// ... and for Body::clusters.
-void cuda_encode_sketch(const CudaJob& job, cudaStream_t stream);
-void cuda_decode_sketch(const CudaJob& job, cudaStream_t stream);
 void cuda_finish_encode(const CudaHead& head, std::byte* message, const unsigned long long* check, cudaStream_t stream);
-// Once the jobs of a message are done: adds to the sticky word what went wrong, and if anything did, fills the group's outputs
-// with NaN. `job` may have no items; the first of a message also does the adding.
+// Once the jobs of a message are done: adds to the sticky word what went wrong, and if anything did, fills the group's
+// outputs with NaN. `job` may have no items; the first of a message also does the adding.
 void cuda_finish_decode(const CudaJob& job, uint32_t* sticky, bool first, cudaStream_t stream);
 void cuda_check_head(const CudaJob& job, cudaStream_t stream);  // alone, for a message without elements
 

@@ -1,48 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which kernel takes which job, for any body, and with how many thread blocks.
+// Which kernel takes which job, for any body.
 //
 // Included by the files of kernels inside an anonymous namespace, after the drivers.
 
-int multiprocessors() {
-  static const int count = [] {
-    int device = 0, sms = 1;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    return sms;
-  }();
-  return count;
-}
-
-unsigned limited(uint64_t wanted, int per_sm) {
-  return static_cast<unsigned>(std::max<uint64_t>(
-      1, std::min<uint64_t>(wanted, static_cast<uint64_t>(multiprocessors()) * std::max(per_sm, 1))));
-}
-
-// Enough thread blocks to fill the device, no more: kernels walk over their items, and add one partial sum each.
-// `extra` thread blocks come before those, for tails and for the head of a message.
-template <auto kKernel, unsigned kShared = 0>
-void launch(CudaJob job, uint64_t items, unsigned items_per_block, unsigned threads, cudaStream_t stream,
-            unsigned extra = 0) {
-  static const int per_sm = [&] {
-    int blocks = 1;
-    if (kShared > 0)
-      cuda_throw(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared), "shared memory");
-    cuda_throw(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, threads, kShared), "occupancy");
-    return blocks;
-  }();
-  const unsigned room = limited(~uint64_t{0}, per_sm);
-  job.main_blocks = std::min(limited(div_up(items, items_per_block), per_sm), room > extra ? room - extra : 1);
-  kKernel<<<job.main_blocks + extra, threads, kShared, stream>>>(job);
-  cuda_throw(cudaGetLastError(), "kernel launch");
-}
+#include "device/cuda_grid.cuh"
 
 unsigned tail_blocks(const CudaJob& job) { return job.tails ? limited(job.piece_count, 1) : 0; }
 
-struct EncodeCall {
+struct CudaEncodeCall {
   const CudaJob& job;
   cudaStream_t stream;
   template <class B>
   void run() {
+    // The statistics of whole tensors are complete by now.
+    if (job.scheme.unit == 0) launch<whole_scales<B>>(job, job.piece_count, 128, 128, stream);
     if constexpr (B::kCodeBits <= 8) {
       if (chunked(job.scheme)) {
         if (job.feedback)
@@ -74,7 +45,7 @@ struct EncodeCall {
   }
 };
 
-struct DecodeCall {
+struct CudaDecodeCall {
   const CudaJob& job;
   cudaStream_t stream;
   template <class B>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a thread adds to the checksum, and how it packs the codes of its lane. Included by cuda_driver.cuh.
+// What a thread adds to the checksum, and how it packs the codes of its lane. Included by the files of kernels inside
+// an anonymous namespace, after cuda_head.cuh.
 
 // Partial checksums of one thread: words in whole rows of its lane, and words anywhere.
 struct Check {
@@ -16,8 +17,15 @@ struct Check {
   }
 };
 
-// Codes of a lane, row after row, to the words of the block; and back. The width is known at run time only: the branch is the
-// same for the whole grid.
+// At the end of a kernel that decodes: what it found wrong, and its part of the checksum.
+__device__ __forceinline__ void report(const CudaJob& job, uint32_t problem, Check& check) {
+  problem = __reduce_or_sync(kFull, problem);
+  if (problem && (threadIdx.x & 31) == 0) atomicOr(job.status, problem);
+  check.flush(job.check);
+}
+
+// Codes of a lane, row after row, to the words of the block; and back. The width is known at run time only: the branch
+// is the same for the whole grid.
 template <int kBits>
 __device__ __forceinline__ void pack_lane(const uint32_t (&code)[32], uint32_t* words, uint32_t row0, Check& check) {
   uint32_t word = 0;
@@ -47,10 +55,12 @@ __device__ __forceinline__ void unpack_lane(const uint32_t* words, uint32_t row0
     code[row] &= (1u << kBits) - 1;
   }
 }
-#define GW_WIDTHS(GW_CASE)                                                                                        \
-  GW_CASE(1)                                                                                                      \
-  GW_CASE(2) GW_CASE(3) GW_CASE(4) GW_CASE(5) GW_CASE(6) GW_CASE(7) GW_CASE(8) GW_CASE(9) GW_CASE(10) GW_CASE(11) \
-      GW_CASE(12) GW_CASE(13) GW_CASE(14) GW_CASE(15) GW_CASE(16)
+#define GW_WIDTHS(GW_CASE)                                                                                          \
+  GW_CASE(1)                                                                                                        \
+  GW_CASE(2)                                                                                                        \
+  GW_CASE(3)                                                                                                        \
+  GW_CASE(4) GW_CASE(5) GW_CASE(6) GW_CASE(7) GW_CASE(8) GW_CASE(9) GW_CASE(10) GW_CASE(11) GW_CASE(12) GW_CASE(13) \
+      GW_CASE(14) GW_CASE(15) GW_CASE(16)
 __device__ __forceinline__ void pack_block(int bits, const uint32_t (&code)[32], uint32_t* words, uint32_t row0,
                                            Check& check) {
 #define GW_CASE(n)                          \

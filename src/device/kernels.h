@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the CPU drivers offer to the rest of the library: one table of functions per vector target, the reference loop
-// among them. All work on a Span, a run of blocks of one tensor (or piece of one).
+// among them. All work on a Span, a run of blocks of one tensor (or of one shard of a tensor). A codec whose units need
+// more than this has a table of its own in its folder, found by target_table.h.
 #pragma once
 
 #include <cstddef>
@@ -40,7 +41,7 @@ struct Span {
 
 // Working memory of one thread.
 struct Scratch {
-  alignas(64) float x[kTile];  // a block, or a tile for selection
+  alignas(64) float x[kTile];  // a block, or a whole tile
   alignas(64) uint32_t codes[kTile + 64];
   alignas(64) uint64_t keys[kTile];
 };
@@ -49,30 +50,16 @@ struct Kernels {
   const char* name;
   // One block's values as f32, with feedback added, to `x`; the rest of the block is zero. Returns where to read them:
   // x, or the input itself where nothing has to be done.
-  const float* (*stage)(const Span&, uint64_t block, float* x);
+  const float* (*load)(const Span&, uint64_t block, float* x);
   uint32_t (*absmax)(const Span&, Scratch&);                    // bit pattern; >= kInfBits: not finite
   void (*sums)(const Span&, uint32_t absmax, Scratch&, Sums&);  // adds to Sums
   // whole: the parameters of the one unit the span lies in, or null where each block holds whole units.
   void (*encode)(const Span&, const UnitParams* whole, Scratch&, LaneSums&);
-  // `whole` as above. True if a code cannot come from an honest encoder.
+  // `whole` as above. Returns whether a code was found that no encoder writes.
   bool (*decode)(const Span&, const UnitParams* whole, Scratch&);
-  // The k strongest of `elements` values x, lowest index first among equals: writes their indices, in order.
-  void (*select)(const float* x, uint32_t elements, uint32_t k, uint32_t* indices, Scratch&);
   void (*put)(const Span&, uint64_t block, const float* x);  // values of a block to `out`, as dtype and add say
   void (*put_residual)(const Span&, uint64_t block, const float* x);  // x or, where that is NaN, what was there before
-  // The number of ascending thresholds at or below each of n values; n is a multiple of 32.
-  void (*classify)(const float* x, uint64_t n, const float* thresholds, uint32_t count, uint32_t* codes);
-  // casq's tile, with 2^bits clusters; n is a multiple of 32, and every array but `codes` has room for 16 more (sketch_cpu-inl.h).
-  // split: classifies, and appends each value to its cluster's list, whose end moves on. merge: takes each value from its list, whose begin
-  // moves on; stream: `out` is at a multiple of 64, and written past the caches.
-  void (*split)(int bits, const float* x, uint64_t n, const float* thresholds, uint32_t* codes, float** lists);
-  void (*merge)(int bits, const uint32_t* codes, uint64_t n, const float** lists, float* out, bool stream);
-  void (*count)(int bits, const uint32_t* codes, uint64_t n, uint32_t* counts);  // codes of each cluster; any n
-  // Any n: values on a grid to integers; means as they travel, and back, in units of `step`.
-  void (*round)(const float* x, uint64_t n, Grid grid, float scale, int32_t* out);
-  void (*narrow_means)(const float* x, uint64_t n, uint16_t* out);
-  void (*widen_means)(const uint16_t* means, uint64_t n, float step, float* out);
-  // Codes, one a word, to where they stand in the message, and back: of a full block, of the last, partial one.
+  // Codes, one per word, to where they stand in the message, and back: of a full block, of the last, partial one.
   void (*pack)(int bits, const uint32_t* codes, uint32_t* words);
   void (*unpack)(int bits, const uint32_t* words, uint32_t* codes);
   void (*pack_tail)(const uint32_t* codes, uint64_t n, int bits, uint32_t* words);
@@ -82,6 +69,14 @@ struct Kernels {
   // body_sum() of words that start at body index `index`, a multiple of 32.
   uint64_t (*sum_words)(const uint32_t* words, uint64_t count, uint64_t index);
 };
+
+// What the body of a scheme says about scales, for units that the runner looks after: the same on every target.
+struct ScaleOps {
+  void (*make_scales)(const Scheme&, uint32_t absmax, const Sums&, uint64_t n, uint32_t* scales);
+  uint64_t (*first_invalid)(const Scheme&, const uint32_t* scales, uint64_t units);  // `units`: none
+  UnitParams (*make_params)(const Scheme&, const uint32_t* scales);
+};
+const ScaleOps& scale_ops(const Scheme& scheme);  // of element bodies
 
 const Kernels& scalar_kernels();
 const std::vector<const Kernels*>& vector_kernels();    // that this processor runs, best first

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a driver must know of a codec, as plain data that also travels to a GPU, and the layout that follows from it.
 //
-// A tensor is cut in blocks of 1024 elements (32 rows of 32 lanes) and in units: the elements that share side values
-// and a not-a-number marker. A unit is a bucket (a power of two below or above a block), a tile (32768 elements) or
-// the whole tensor (unit 0). What one tensor takes in the body of a message is its region, counted in 32-bit words:
+// A tensor is cut in blocks of 1024 elements (32 rows of 32 lanes) and in units: the elements that share scales and a
+// not-a-number marker. A unit is a bucket (a power of two below or above a block), a tile (32768 elements) or the whole
+// tensor (unit 0). What one tensor takes in the body of a message is its region, counted in 32-bit words:
 //
-//   quantised   [codes of the full blocks][codes of the last, partial block][side values, unit after unit]
-//   selected    unit after unit: [k values][k indices: two 16-bit ones a word, or 32-bit in units above 65536]
-//   clusters    as quantised, the codes being cluster ids; a unit's side words are its scale and its table of bucket means
-//   fft         unit after unit: device/fft.h
+//   [codes of the full blocks][codes of the last, partial block][scales, unit after unit]
+//
+// Codecs with units of their own (codec/unit.h) say themselves what their regions are.
 #pragma once
 
 #include <cmath>
@@ -20,49 +19,40 @@ namespace gradwire {
 
 inline constexpr uint32_t kBlock = 1024, kLane = 32, kTile = 32768;
 
-// The element body that turns values into codes, and the statistic its side values come from.
-enum class Body : uint8_t {
-  cast32,
-  cast16,
-  castb16,
-  uniform,
-  sign,
-  select,
-  levels,
-  log,
-  range,
-  wide,
+// The element body that turns values into codes. A driver only passes it on; its values are in codec/body.h.
+enum class Body : uint8_t;
+
+// Which norm of a unit is its scale, for the bodies that have one scale. Its values are in codec/stats.h.
+enum class Norm : uint8_t;
+
+// What a driver adds up over a unit beside its largest magnitude (Sums in params.h says where each sum goes).
+enum class SumKind : uint8_t {
   none,
-  clusters,
-  fft
+  squares,  // of the values
+  moments,  // values and their squares
+  by_sign,  // magnitudes of the values of either sign
 };
-enum class Stat : uint8_t { none, absmax, l2, clip, signs, fixed };
 
 struct Scheme {
-  Body body = Body::cast32;
-  Stat stat = Stat::none;
-  uint8_t bits = 32;      // of one code; 0-16 or 32
-  bool nearest = false;   // uniform, levels, wide: round to nearest instead of at random
-  uint8_t side = 0;       // side words of a unit
-  uint32_t unit = 1;      // elements; 0: the whole tensor. Element-wise bodies have 1
-  float clip = 0;         // Stat::clip: in standard deviations, 0 for none
-  double ratio = 0;       // select, fft: the share of a unit that is kept; clusters: buckets per element
-  float limit = 0;        // Stat::fixed: the largest magnitude; levels: the middle one
-  uint32_t steps = 0;     // log: powers of two below the largest; range: mantissa bits
-  bool truncate = false;  // range: cut off instead of rounding
-  uint32_t base = 0, top = 0,
-           bottom = 0;  // range with Stat::fixed: pattern of the least magnitude, codes above and below zero
-  float offset = 0;     // levels: of the rounding ramp, in 2^-16 of a cell
-  const float* table =
-      nullptr;  // levels: 2^depth levels, as many slopes, and more (methods-inl.h); clusters: thresholds. The codec owns it; a GPU has a copy
-  uint32_t table_size = 0;  // floats
+  Body body{};
+  Norm norm{};
+  SumKind sums = SumKind::none;
+  uint8_t bits = 32;        // of one code; 0-16 or 32
+  bool nearest = false;     // bodies that round at random: round to nearest instead
+  uint8_t scale_words = 0;  // of one unit; 0: the body needs no statistics
+  uint32_t unit = 1;        // elements; 0: the whole tensor. Element-wise bodies have 1
+
+  // The rest has a meaning for some codecs only. Each codec's body or folder says which fields it reads.
+  float clip = 0;                          // where to clip, in standard deviations; 0 for nowhere
+  double ratio = 0;                        // a share of the unit: of what is kept, or of buckets per element
+  float limit = 0;                         // the largest magnitude where it is fixed; the middle level of a table
+  uint32_t steps = 0;                      // a small count: powers of two, mantissa bits
+  bool truncate = false;                   // cut off instead of rounding
+  uint32_t base = 0, top = 0, bottom = 0;  // patterns and codes of a fixed range
+  float offset = 0;                        // of the rounding ramp, in 2^-16 of a cell
+  const float* table = nullptr;            // the codec owns it; a GPU has a copy
+  uint32_t table_size = 0;                 // floats
 };
-
-// Whether side values come from sums, beside the largest magnitude.
-GW_HD inline bool needs_sums(Stat stat) { return stat != Stat::absmax && stat != Stat::fixed; }
-
-// Whether the body is one of codec/methods-inl.h, which files of their own compile.
-GW_HD inline bool is_method(const Scheme& s) { return s.body >= Body::levels && s.body <= Body::none; }
 
 GW_HD inline uint64_t div_up(uint64_t a, uint64_t b) { return a / b + (a % b != 0); }
 GW_HD inline uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
@@ -78,20 +68,6 @@ GW_HD inline uint64_t full_words(const Scheme& s, uint64_t count) { return count
 GW_HD inline uint64_t tail_words(const Scheme& s, uint64_t count) { return div_up(count % kBlock * s.bits, 32); }
 GW_HD inline uint64_t side_offset(const Scheme& s, uint64_t count) {
   return full_words(s, count) + tail_words(s, count);
-}
-
-// Selected regions. At least one element of a unit is kept.
-GW_HD inline uint64_t kept(const Scheme& s, uint64_t elements) {
-  if (elements == 0) return 0;
-  const double want = s.ratio * static_cast<double>(elements);
-  uint64_t k = static_cast<uint64_t>(want);
-  if (static_cast<double>(k) < want) ++k;
-  return k < 1 ? 1 : k > elements ? elements : k;
-}
-GW_HD inline bool wide_indices(const Scheme& s, uint64_t count) { return unit_elements(s, count) > 65536; }
-GW_HD inline uint64_t selected_words(const Scheme& s, uint64_t count, uint64_t elements) {
-  const uint64_t k = kept(s, elements);
-  return k + (wide_indices(s, count) ? k : div_up(k, 2));
 }
 
 }  // namespace gradwire

@@ -100,48 +100,50 @@ std::string describe(Code code, int root, uint64_t sequence) {
   return fmt::format("{} (operation {})", describe(code, root), sequence);
 }
 
-std::optional<Verdict> compare(uint64_t sequence, int a, const Offer& from_a, int b, const Offer& from_b) {
+std::optional<EngineFailure> compare(uint64_t sequence, int a, const Offer& from_a, int b, const Offer& from_b) {
   if (a > b) return compare(sequence, b, from_b, a, from_a);
   if (from_a.code != from_b.code || from_a.root != from_b.root) {
-    return Verdict{ErrorKind::mismatch,
-                   fmt::format("rank {} started {} as operation {} where rank {} started {}", b,
-                               describe(from_b.code, from_b.root), sequence, a, describe(from_a.code, from_a.root)),
-                   "operation", b};
+    return EngineFailure{
+        ErrorKind::mismatch,
+        fmt::format("rank {} started {} as operation {} where rank {} started {}", b,
+                    describe(from_b.code, from_b.root), sequence, a, describe(from_a.code, from_a.root)),
+        "operation", b};
   }
   const auto unequal = [&](int sender, uint64_t sent, int receiver, uint64_t expected) {
-    return Verdict{ErrorKind::mismatch,
-                   fmt::format("rank {} sends {} bytes to rank {} in {}, which expects {} bytes", sender, sent,
-                               receiver, describe(from_a.code, from_a.root, sequence), expected),
-                   "length", sender};
+    return EngineFailure{ErrorKind::mismatch,
+                         fmt::format("rank {} sends {} bytes to rank {} in {}, which expects {} bytes", sender, sent,
+                                     receiver, describe(from_a.code, from_a.root, sequence), expected),
+                         "length", sender};
   };
   if (from_a.sends != from_b.expects) return unequal(a, from_a.sends, b, from_b.expects);
   if (from_b.sends != from_a.expects) return unequal(b, from_b.sends, a, from_a.expects);
   return std::nullopt;
 }
 
-Verdict timed_out(int rank, const char* did_not, const std::string& operation, std::chrono::milliseconds timeout) {
+EngineFailure timed_out(int rank, const char* did_not, const std::string& operation,
+                        std::chrono::milliseconds timeout) {
   const double seconds = std::chrono::duration<double>(timeout).count();
   return {ErrorKind::engine, fmt::format("rank {} did not {} {} within {:g} s", rank, did_not, operation, seconds),
           kTimeout, rank};
 }
 
-Verdict left(int rank, const std::string& operation) {
+EngineFailure left(int rank, const std::string& operation) {
   return {ErrorKind::engine, fmt::format("rank {} left (its engine was destroyed) before {}", rank, operation), kLeft,
           rank};
 }
 
-Verdict poisoned(int rank, const std::string& why) {
+EngineFailure poisoned(int rank, const std::string& why) {
   return {ErrorKind::engine, fmt::format("rank {} poisoned the engine: {}", rank, why), kPoison, rank};
 }
 
-Verdict inherited(const Verdict& parent, std::span<const int> group) {
-  Verdict verdict = parent;
-  verdict.text = "in the engine this one was split from: " + parent.text;
-  verdict.rank = -1;
+EngineFailure inherited(const EngineFailure& parent, std::span<const int> group) {
+  EngineFailure failure = parent;
+  failure.text = "in the engine this one was split from: " + parent.text;
+  failure.rank = -1;
   for (size_t i = 0; i < group.size(); ++i) {
-    if (group[i] == parent.rank) verdict.rank = static_cast<int>(i);
+    if (group[i] == parent.rank) failure.rank = static_cast<int>(i);
   }
-  return verdict;
+  return failure;
 }
 
 std::vector<int> group_of(std::span<const int> colours, int rank) {

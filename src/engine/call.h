@@ -4,7 +4,7 @@
 // A Call is one rank's side of an operation: its code, its root, and one span per rank in each direction. An Offer is
 // what a rank tells another one about its call: code, root, how many bytes it sends there and how many it expects from
 // there. Two ranks agree when their offers fit; compare() says in words why they do not, in the same words whichever
-// of the two asks, so that both may find out by themselves. A Verdict is why an engine is poisoned. Traffic counts the
+// of the two asks, so that both may find out by themselves. An EngineFailure is the reason why an engine is poisoned. Traffic counts the
 // payload bytes of a rank, and adds them to the engine it was split from too.
 #pragma once
 
@@ -60,7 +60,7 @@ inline constexpr const char* kPoison = "poison";    // a rank called poison()
 inline constexpr const char* kMpi = "mpi";          // an MPI call failed
 
 // Kept as plain fields rather than as an Error: every rank throws an exception of its own.
-struct Verdict {
+struct EngineFailure {
   ErrorKind kind = ErrorKind::engine;
   std::string text;
   std::string field;
@@ -70,12 +70,12 @@ struct Verdict {
 };
 
 std::string describe(Code code, int root, uint64_t sequence);  // "broadcast from root 0 (operation 12)"
-std::optional<Verdict> compare(uint64_t sequence, int a, const Offer& from_a, int b, const Offer& from_b);
-Verdict timed_out(int rank, const char* did_not, const std::string& operation, std::chrono::milliseconds timeout);
-Verdict left(int rank, const std::string& operation);
-Verdict poisoned(int rank, const std::string& why);
-// The parent's verdict in the words of a sub-engine whose rank i is the parent's rank group[i].
-Verdict inherited(const Verdict& parent, std::span<const int> group);
+std::optional<EngineFailure> compare(uint64_t sequence, int a, const Offer& from_a, int b, const Offer& from_b);
+EngineFailure timed_out(int rank, const char* did_not, const std::string& operation, std::chrono::milliseconds timeout);
+EngineFailure left(int rank, const std::string& operation);
+EngineFailure poisoned(int rank, const std::string& why);
+// The parent's failure in the words of a sub-engine whose rank i is the parent's rank group[i].
+EngineFailure inherited(const EngineFailure& parent, std::span<const int> group);
 
 // The ranks with the same colour as `rank`, in ascending order.
 std::vector<int> group_of(std::span<const int> colours, int rank);

@@ -62,9 +62,9 @@ class Hub {
   void wait(Operation& operation, int rank);
   std::shared_ptr<Hub> child(Operation& split, int rank, int* rank_there);
   void leave(int rank);
-  void poison(const Verdict& verdict) {
+  void poison(const EngineFailure& failure) {
     std::unique_lock lock(mutex_);
-    condemn(lock, verdict);
+    condemn(lock, failure);
   }
   void set_timeout(int rank, std::chrono::milliseconds timeout) {
     std::unique_lock lock(mutex_);
@@ -85,7 +85,7 @@ class Hub {
     std::chrono::milliseconds timeout = kDefaultTimeout;
   };
 
-  void condemn(Lock& lock, const Verdict& verdict);
+  void condemn(Lock& lock, const EngineFailure& failure);
   void meet(Lock& lock, Operation& operation, int a, int b);
   bool copy_one(Lock& lock, Operation& operation, int rank);
   void copy(Lock& lock, Operation& operation, int from, int to);
@@ -96,7 +96,7 @@ class Hub {
   }
 
   std::mutex mutex_;
-  std::optional<Verdict> verdict_;
+  std::optional<EngineFailure> failure_;
   std::vector<Member> members_;
   std::map<uint64_t, std::shared_ptr<Operation>> incomplete_;  // not yet started by everybody
   std::vector<std::weak_ptr<Hub>> children_;
@@ -104,18 +104,18 @@ class Hub {
 };
 
 // Locks are nested from parent to child only.
-void Hub::condemn(Lock&, const Verdict& verdict) {
-  if (verdict_) return;
-  verdict_ = verdict;
+void Hub::condemn(Lock&, const EngineFailure& failure) {
+  if (failure_) return;
+  failure_ = failure;
   for (Member& member : members_) member.wake.notify_all();
   for (const std::weak_ptr<Hub>& weak : children_) {
-    if (const auto hub = weak.lock()) hub->poison(inherited(verdict, hub->group_));
+    if (const auto hub = weak.lock()) hub->poison(inherited(failure, hub->group_));
   }
 }
 
 std::shared_ptr<Operation> Hub::start(int rank, Call call) {
   Lock lock(mutex_);
-  if (verdict_) verdict_->raise();
+  if (failure_) failure_->raise();
   const uint64_t sequence = members_[rank].started++;
   auto& place = incomplete_[sequence];
   if (!place) place = std::make_shared<Operation>(sequence, world());
@@ -129,7 +129,7 @@ std::shared_ptr<Operation> Hub::start(int rank, Call call) {
     if (members_[p].left && !operation->postings[p].posted) condemn(lock, left(p, describe(*operation, rank)));
     if (operation->postings[p].posted) meet(lock, *operation, rank, p);
   }
-  if (verdict_) verdict_->raise();
+  if (failure_) failure_->raise();
   for (int p = 0; p < world(); ++p) {
     if (p != rank) members_[p].wake.notify_all();
   }
@@ -139,8 +139,8 @@ std::shared_ptr<Operation> Hub::start(int rank, Call call) {
 void Hub::meet(Lock& lock, Operation& operation, int a, int b) {
   const Call& call_a = operation.postings[a].call;
   const Call& call_b = operation.postings[b].call;
-  if (const auto verdict = compare(operation.sequence, a, offer_to(call_a, b), b, offer_to(call_b, a))) {
-    condemn(lock, *verdict);
+  if (const auto failure = compare(operation.sequence, a, offer_to(call_a, b), b, offer_to(call_b, a))) {
+    condemn(lock, *failure);
     return;
   }
   const auto make_ready = [&](int from, int to) {
@@ -159,9 +159,9 @@ void Hub::wait(Operation& operation, int rank) {
   Posting& mine = operation.postings[rank];
   const Clock::time_point deadline = Clock::now() + member.timeout;
   for (;;) {
-    if (verdict_) {
+    if (failure_) {
       member.wake.wait(lock, [&] { return mine.pins == 0; });
-      verdict_->raise();
+      failure_->raise();
     }
     if (copy_one(lock, operation, rank)) continue;
     const bool everybody = operation.posted == world();
@@ -223,7 +223,7 @@ int Hub::missing(const Operation& operation) const {
 // After everybody has started the split, so that the colours are known.
 std::shared_ptr<Hub> Hub::child(Operation& split, int rank, int* rank_there) {
   Lock lock(mutex_);
-  if (verdict_) verdict_->raise();
+  if (failure_) failure_->raise();
   std::vector<int> colours;
   for (const Posting& posting : split.postings) colours.push_back(posting.call.colour);
   std::vector<int> group = group_of(colours, rank);

@@ -5,10 +5,11 @@
 // Making an engine and the last step of split() are collective calls of MPI itself, which know no time-out: a rank
 // that never calls make_mpi() is waited for. split() first asks all ranks, with time-out, whether they have come, and
 // then whether they know that all have, so that MPI_Comm_split is called by all or by none.
+#include "gradwire/mpi.h"
+
 #include <algorithm>
 
 #include "engine/mpi_core.h"
-#include "gradwire/engine.h"
 
 namespace gradwire {
 
@@ -102,7 +103,7 @@ const char* level_name(int level) {
 
 bool mpi_built() { return true; }
 
-std::unique_ptr<Engine> make_mpi(const void* communicator) {
+std::unique_ptr<Engine> make_mpi(MPI_Comm communicator) {
   int initialised = 0, finalised = 0, level = MPI_THREAD_SINGLE;
   MPI_Initialized(&initialised);
   MPI_Finalized(&finalised);
@@ -119,11 +120,10 @@ std::unique_ptr<Engine> make_mpi(const void* communicator) {
                     "; engine mpi has a thread of its own: ask MPI_Init_thread for MPI_THREAD_MULTIPLE",
                 "engine");
   }
-  const MPI_Comm given = communicator != nullptr ? *static_cast<const MPI_Comm*>(communicator) : MPI_COMM_WORLD;
-  if (given == MPI_COMM_NULL)
+  if (communicator == MPI_COMM_NULL)
     throw Error(ErrorKind::usage, "communicator is MPI_COMM_NULL; a group of ranks is needed", "communicator");
   MPI_Comm payload = MPI_COMM_NULL, control = MPI_COMM_NULL;
-  check_mpi(MPI_Comm_dup(given, &payload), "MPI_Comm_dup");
+  check_mpi(MPI_Comm_dup(communicator, &payload), "MPI_Comm_dup");
   check_mpi(MPI_Comm_dup(payload, &control), "MPI_Comm_dup");
   return std::make_unique<MpiEngine>(std::make_shared<MpiCore>(payload, control, std::vector<int>{}, kDefaultTimeout),
                                      nullptr);

@@ -16,7 +16,7 @@ std::atomic<size_t> piece_bytes{size_t{1} << 30};
 
 }  // namespace
 
-size_t set_piece_bytes(size_t bytes) {
+size_t set_chunk_bytes(size_t bytes) {
   GW_CHECK(bytes >= 1 && bytes <= size_t{1} << 30);
   return piece_bytes.exchange(bytes);
 }
@@ -83,13 +83,13 @@ void MpiCore::leak_inboxes() {
 
 std::shared_ptr<MpiOperation> MpiCore::start(Call call) {
   std::unique_lock lock(mutex_);
-  if (verdict_) verdict_->raise();
+  if (failure_) failure_->raise();
   const auto operation = std::make_shared<MpiOperation>(started_++, std::move(call));
   const Offer own = offer_to(operation->call, rank_);
-  if (const auto verdict = compare(operation->sequence, rank_, own, rank_, own)) {
+  if (const auto failure = compare(operation->sequence, rank_, own, rank_, own)) {
     lock.unlock();
-    condemn(*verdict);
-    verdict->raise();
+    condemn(*failure);
+    failure->raise();
   }
   orders_.push_back(operation);
   work_.notify_one();
@@ -106,30 +106,30 @@ bool MpiCore::wait_complete(MpiOperation& operation) {
 void MpiCore::wait(MpiOperation& operation) {
   wait_complete(operation);
   std::unique_lock lock(mutex_);
-  if (!verdict_) return;
-  Verdict verdict = *verdict_;
+  if (!failure_) return;
+  EngineFailure failure = *failure_;
   if (operation.held)
-    verdict.text += "; MPI still holds the buffers of this operation: keep them until the process ends";
-  verdict.raise();
+    failure.text += "; MPI still holds the buffers of this operation: keep them until the process ends";
+  failure.raise();
 }
 
-void MpiCore::condemn(const Verdict& verdict) {
+void MpiCore::condemn(const EngineFailure& failure) {
   std::vector<std::weak_ptr<MpiCore>> children;
   {
     std::unique_lock lock(mutex_);
-    if (verdict_) return;
-    verdict_ = verdict;
+    if (failure_) return;
+    failure_ = failure;
     children = children_;
     work_.notify_one();
   }
   for (const auto& weak : children) {
-    if (const auto child = weak.lock()) child->condemn(inherited(verdict, child->group_));
+    if (const auto child = weak.lock()) child->condemn(inherited(failure, child->group_));
   }
 }
 
 void MpiCore::adopt(const std::shared_ptr<MpiCore>& child) {
   std::unique_lock lock(mutex_);
-  if (verdict_) verdict_->raise();
+  if (failure_) failure_->raise();
   std::erase_if(children_, [](const auto& weak) { return weak.expired(); });
   children_.push_back(child);
 }

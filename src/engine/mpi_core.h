@@ -38,7 +38,7 @@ using Clock = std::chrono::steady_clock;
 void check_mpi(int code, const char* call);  // throws Error{engine} with MPI's words
 
 // One message carries at most this many bytes: counts are ints in MPI. All ranks must have the same; for tests.
-size_t set_piece_bytes(size_t bytes);  // for engines made from now on; returns the former
+size_t set_chunk_bytes(size_t bytes);  // for engines made from now on; returns the former
 
 struct MpiOperation {
   MpiOperation(uint64_t number, Call c) : sequence(number), call(std::move(c)), open(call.send.size(), 0) {}
@@ -74,7 +74,7 @@ class MpiCore {
   std::shared_ptr<MpiOperation> start(Call call);
   void wait(MpiOperation& operation);
   bool wait_complete(MpiOperation& operation);  // false: it failed. Does not mind poison that came after its end.
-  void condemn(const Verdict& verdict);
+  void condemn(const EngineFailure& failure);
   void adopt(const std::shared_ptr<MpiCore>& child);  // poison reaches it from now on
   void set_timeout(std::chrono::milliseconds timeout);
   std::chrono::milliseconds timeout();
@@ -127,7 +127,7 @@ class MpiCore {
   std::mutex mutex_;
   std::condition_variable work_;  // wakes the progress thread
   std::condition_variable done_;  // wakes those who wait for an operation
-  std::optional<Verdict> verdict_;
+  std::optional<EngineFailure> failure_;
   std::deque<std::shared_ptr<MpiOperation>> orders_;
   std::vector<std::weak_ptr<MpiCore>> children_;
   std::chrono::milliseconds timeout_;

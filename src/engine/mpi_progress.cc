@@ -31,12 +31,12 @@ struct MpiCore::Control {
   Type type;
   Code code = Code::barrier;
   int32_t root = -1;
-  int32_t rank = -1;                   // stop: the verdict's
+  int32_t rank = -1;                   // stop: the failure's
   uint64_t number = 0;                 // see mpi_core.h
   uint64_t sends = 0;                  // offer
   uint64_t expects = 0;                // offer
   ErrorKind kind = ErrorKind::engine;  // stop
-  uint32_t field_bytes = 0;            // stop: the text begins with the verdict's field
+  uint32_t field_bytes = 0;            // stop: the text begins with the failure's field
 };
 
 void MpiCore::run() noexcept {
@@ -92,7 +92,7 @@ bool MpiCore::take_orders() {
     {
       // One at a time: if MPI fails in between, no operation is forgotten.
       std::unique_lock lock(mutex_);
-      condemned = verdict_.has_value();
+      condemned = failure_.has_value();
       closing = closing_;
       if (!orders_.empty()) {
         order = std::move(orders_.front());
@@ -143,8 +143,8 @@ void MpiCore::match(int p) {
     const auto found = operations_.find(peer.agreed);
     if (found == operations_.end()) return;
     const Offer theirs = peer.offers.front();
-    if (const auto verdict = compare(peer.agreed, p, theirs, rank_, offer_to(found->second->call, p))) {
-      condemn(*verdict);
+    if (const auto failure = compare(peer.agreed, p, theirs, rank_, offer_to(found->second->call, p))) {
+      condemn(*failure);
       return;
     }
     peer.offers.pop_front();
@@ -303,19 +303,19 @@ void MpiCore::tell(int p, const Control& head, std::string_view text) {
 void MpiCore::stop() {
   stopped_ = Clock::now();
   leaky_ = true;
-  Verdict verdict;
+  EngineFailure failure;
   {
     std::unique_lock lock(mutex_);
-    verdict = *verdict_;
+    failure = *failure_;
   }
   for (int p = 0; p < world_; ++p) {
     tell(p,
          {.type = Type::stop,
-          .rank = verdict.rank,
+          .rank = failure.rank,
           .number = peers_[p].agreed,
-          .kind = verdict.kind,
-          .field_bytes = static_cast<uint32_t>(verdict.field.size())},
-         verdict.field + verdict.text);
+          .kind = failure.kind,
+          .field_bytes = static_cast<uint32_t>(failure.field.size())},
+         failure.field + failure.text);
   }
 }
 
@@ -369,7 +369,7 @@ bool MpiCore::settle() {
     }
     std::unique_lock lock(mutex_);
     // Poison that is known by now counts, though this thread has not acted on it yet.
-    if (complete && verdict_ && operation.call.code != Code::split) {
+    if (complete && failure_ && operation.call.code != Code::split) {
       ++it;
       continue;
     }
@@ -385,10 +385,10 @@ bool MpiCore::settle() {
 // The time-out runs from the wait, and begins anew whenever a piece of the operation has moved.
 void MpiCore::check_deadlines() {
   if (stopped_ || operations_.empty()) return;
-  std::optional<Verdict> verdict;
+  std::optional<EngineFailure> failure;
   {
     std::unique_lock lock(mutex_);
-    if (verdict_) return;
+    if (failure_) return;
     const Clock::time_point now = Clock::now();
     for (const auto& [sequence, operation] : operations_) {
       if (!operation->waited_since || now < std::max(*operation->waited_since, operation->moved) + timeout_) continue;
@@ -400,17 +400,17 @@ void MpiCore::check_deadlines() {
         if (worst < 0 || heard_of(p) < heard_of(worst)) worst = p;
       }
       if (worst >= 0) {
-        verdict = timed_out(worst, "start", operation->describe(), timeout_);
+        failure = timed_out(worst, "start", operation->describe(), timeout_);
         break;
       }
       worst = static_cast<int>(
           std::find_if(operation->open.begin(), operation->open.end(), [](int open) { return open > 0; }) -
           operation->open.begin());
-      verdict = timed_out(worst, "move its bytes of", operation->describe(), timeout_);
+      failure = timed_out(worst, "move its bytes of", operation->describe(), timeout_);
       break;
     }
   }
-  if (verdict) condemn(*verdict);
+  if (failure) condemn(*failure);
 }
 
 bool MpiCore::closed() {
@@ -430,7 +430,7 @@ void MpiCore::rest(bool progressed) {
     return;
   }
   std::unique_lock lock(mutex_);
-  const auto ordered = [&] { return !orders_.empty() || (closing_ && !leaving_) || (verdict_ && !stopped_); };
+  const auto ordered = [&] { return !orders_.empty() || (closing_ && !leaving_) || (failure_ && !stopped_); };
   if (busy) {
     work_.wait_for(lock, kBusyRest, ordered);
   } else {

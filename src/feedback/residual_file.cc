@@ -38,7 +38,7 @@ struct FileHead {
 static_assert(sizeof(FileHead) == 48);
 
 struct FileEntry {
-  uint32_t side;
+  uint32_t direction;
   uint32_t name_bytes;
   uint64_t first;
   uint64_t count;
@@ -62,7 +62,7 @@ void write_residual_file(const std::string& path, DType dtype, std::span<const R
   std::vector<std::byte> table;
   uint64_t bodies = 0;
   for (const ResidualEntry& entry : entries) {
-    const FileEntry row{static_cast<uint32_t>(entry.side), static_cast<uint32_t>(entry.name.size()), entry.first,
+    const FileEntry row{static_cast<uint32_t>(entry.direction), static_cast<uint32_t>(entry.name.size()), entry.first,
                         entry.count};
     const size_t at = table.size();
     table.resize(at + sizeof row + padded(entry.name.size()));
@@ -161,15 +161,17 @@ void ResidualReader::read_table(std::span<const std::byte> table, uint64_t entri
     if (table.size() < sizeof row) refuse("entries", fmt::format("is {}; the table ends after {}", entries, i));
     std::memcpy(&row, table.data(), sizeof row);
     table = table.subspan(sizeof row);
-    if (row.side > 2)
-      refuse("side", fmt::format("of entry {} is {}; allowed are 0 (up), 1 (down) and 2 (a note)", i, row.side));
-    const Side side{static_cast<uint8_t>(row.side)};
-    if (side == kNote && (row.first != 0 || row.count > (uint64_t{1} << 32) || row.count * bytes_of(dtype_) % 8 != 0))
-      refuse("count", fmt::format("of entry {} is {}, first {}; a note begins at 0 and has a multiple of 8 bytes", i,
-                                  row.count, row.first));
+    if (row.direction > 2)
+      refuse("direction",
+             fmt::format("of entry {} is {}; allowed are 0 (up), 1 (down) and 2 (extra state)", i, row.direction));
+    const Direction direction{static_cast<uint8_t>(row.direction)};
+    if (direction == kExtra &&
+        (row.first != 0 || row.count > (uint64_t{1} << 32) || row.count * bytes_of(dtype_) % 8 != 0))
+      refuse("count", fmt::format("of entry {} is {}, first {}; extra state begins at 0 and has a multiple of 8 bytes",
+                                  i, row.count, row.first));
     if (padded(row.name_bytes) > table.size())
       refuse("name_bytes", fmt::format("of entry {} is {}; the table has {} left", i, row.name_bytes, table.size()));
-    ResidualEntry entry{side, std::string(reinterpret_cast<const char*>(table.data()), row.name_bytes), row.first,
+    ResidualEntry entry{direction, std::string(reinterpret_cast<const char*>(table.data()), row.name_bytes), row.first,
                         row.count};
     for (size_t p = row.name_bytes; p < padded(row.name_bytes); ++p)
       if (table[p] != std::byte{0}) refuse("name", fmt::format("of entry {}: padding is not zero", i));
@@ -183,9 +185,9 @@ void ResidualReader::read_table(std::span<const std::byte> table, uint64_t entri
              fmt::format("of entry {} ('{}') is {}, count {}: past 2^64", i, entry.name, row.first, row.count));
     if (!entries_.empty()) {
       const ResidualEntry& last = entries_.back();
-      const bool same = std::tie(last.side, last.name) == std::tie(entry.side, entry.name);
+      const bool same = std::tie(last.direction, last.name) == std::tie(entry.direction, entry.name);
       if (same ? entry.first <= last.first || entry.first - last.first < last.count
-               : std::tie(last.side, last.name) > std::tie(entry.side, entry.name))
+               : std::tie(last.direction, last.name) > std::tie(entry.direction, entry.name))
         refuse("first",
                fmt::format("of entry {} ('{}', {}): entries must ascend and not overlap", i, entry.name, row.first));
     }

@@ -2,11 +2,11 @@
 // The file that residuals are saved to. Little-endian, every part a multiple of 8 bytes (padded with zeros):
 //
 //   head    magic "gwresid\n", version u32, dtype u32, entries u64, table_bytes u64, file_bytes u64, head_check u64
-//   table   per entry: side u32 (0 up, 1 down, 2 a note), name_bytes u32, first u64, count u64, the name
+//   table   per entry: direction u32 (0 up, 1 down, 2 extra state), name_bytes u32, first u64, count u64, the name
 //   bodies  per entry, in the table's order: `count` elements, then body_check u64
 //
 // head_check is the XXH64 of head (itself left out) and table, body_check that of the padded body. Entries ascend by
-// (side, name, first) and do not overlap. A reader takes memory for a number only after it was checked against the
+// (direction, name, first) and do not overlap. A reader allocates memory only after it has checked the number against the
 // size that the file really has.
 #pragma once
 
@@ -22,14 +22,14 @@
 namespace gradwire {
 
 struct ResidualEntry {
-  Side side;
+  Direction direction;
   std::string name;
   uint64_t first;
   uint64_t count;
 };
 
-// The side of an entry that is no residual but a note: `count` times the element's size is its bytes, a multiple of 8.
-inline constexpr Side kNote{2};
+// The direction of an entry that is not a residual but extra state: `count` times the element's size is its bytes, a multiple of 8.
+inline constexpr Direction kExtra{2};
 
 // Bodies pass in chunks of at most this many bytes, a multiple of 8.
 inline constexpr size_t kResidualChunk = size_t{1} << 20;

@@ -6,8 +6,8 @@
 //   ...} data      the tensors' bytes one after another, without holes; offsets count from the first byte of data
 //
 // Reading takes the file for hostile: whatever the header says is borne out by the file's size before it is believed,
-// and tensors are copied out with reads, never mapped, so that a file cut under our hands is an error and not a signal.
-// Writing is atomic: a temporary file in the same folder (the path + ".tmp") is filled, flushed to the disk and
+// and tensors are copied out with reads, never mapped, so that a file that shrinks meanwhile is an error and not a
+// signal. Writing is atomic: a temporary file in the same folder (the path + ".tmp") is filled, flushed to the disk and
 // renamed; until then, and after any error, the path holds what it held. The weights are streamed from where they are.
 #pragma once
 
@@ -38,12 +38,12 @@ struct StoredTensor {
 // Bytes an element of a dtype of the format ("F32", "BF16", "U8", ...) takes; 0 for a dtype that is unknown.
 size_t element_bytes(std::string_view dtype);
 
-// What an error message shows of a name that somebody else chose: quoted, escaped, cut.
+// How an error message shows a foreign name: quoted, escaped, shortened.
 std::string shown(std::string_view name);
 
 class SafetensorsFile {
  public:
-  // Error{io} if the file cannot be read, Error{frame} with the field at fault if it lies.
+  // Error{io} if the file cannot be read, Error{frame} with the field at fault if it is malformed.
   explicit SafetensorsFile(const std::string& path);
   ~SafetensorsFile();
   SafetensorsFile(const SafetensorsFile&) = delete;
@@ -100,7 +100,7 @@ struct WriteOptions {
 
 // Tensors of wide elements are stored before those of narrow ones, otherwise in the order given: all are aligned, as
 // torch wants them. Error{usage} for tensors that cannot be stored, Error{io} with path and reason if the file system
-// fails or somebody else is writing the same path.
+// fails or another writer is at work on the same path.
 void write_safetensors(const std::string& path, std::span<const TensorBytes> tensors, const Metadata& metadata = {},
                        const WriteOptions& options = {});
 

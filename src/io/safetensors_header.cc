@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The grammar is small and fixed: an object of tensors, each an object of exactly dtype, shape and data_offsets, and
-// one object of texts. HeaderReader is a state machine over it; whatever does not fit a state is refused at once, so
-// depth, types and duplicate names need no check of their own afterwards.
+// one object of texts. SafetensorsHeaderReader is a state machine over it; whatever does not fit a state is refused at
+// once, so depth, types and duplicate names need no check of their own afterwards.
 #include "io/safetensors_header.h"
 
 #include <fmt/format.h>
@@ -34,9 +34,9 @@ constexpr std::array kDtypes = {KnownDtype{"BOOL", 1},    KnownDtype{"U8", 1},  
                                 KnownDtype{"F32", 4},     KnownDtype{"I64", 8},     KnownDtype{"U64", 8},
                                 KnownDtype{"F64", 8},     KnownDtype{"C64", 8}};
 
-class HeaderReader final : public nlohmann::json_sax<json> {
+class SafetensorsHeaderReader final : public nlohmann::json_sax<json> {
  public:
-  explicit HeaderReader(const std::string& path) : path_(path) {}
+  explicit SafetensorsHeaderReader(const std::string& path) : path_(path) {}
 
   Header take() { return std::move(header_); }
 
@@ -242,7 +242,7 @@ bool tensor_bytes(std::span<const int64_t> shape, size_t element_bytes, uint64_t
 }
 
 Header parse_header(const std::string& path, std::string_view text, uint64_t data_bytes) {
-  HeaderReader reader(path);
+  SafetensorsHeaderReader reader(path);
   if (text.empty() || text.front() != '{') reader.refuse("header", "does not begin with {");
   // To the JSON library a zero is the end of the text; what stands behind it would go unread.
   if (const size_t zero = text.find('\0'); zero != text.npos)

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writing, all or nothing. The order of events is the promise:
 //
-//   path.tmp is made and locked      a lock that is held: somebody else is writing; a file nobody holds is a dead
-//   writer's filled, flushed                  from here on it is whole path -> path.old.tmp             a second name
-//   (hard link) for the former file, if it is to be kept path.tmp renamed to path         the one instant at which old
-//   becomes new path.old.tmp renamed to path.old the folder is flushed            the names survive a power cut
+//   path.tmp is created and locked        a lock that is held means that another writer is at work; a file without
+//                                         one was left by a writer that died
+//   it is filled and flushed              from here on it is whole
+//   path gets a second name, path.old.tmp a hard link, if the former file is to be kept
+//   path.tmp is renamed to path           the one instant at which old becomes new
+//   path.old.tmp is renamed to path.old
+//   the folder is flushed                 the names survive a power cut
 //
-// Until the rename an error leaves the path as it was and takes the temporary file away.
+// Until the rename an error leaves the path as it was and removes the temporary file.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -17,11 +20,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <memory>
 #include <new>
 #include <unordered_set>
 
+#include "core/file.h"
 #include "gradwire/error.h"
 #include "io/safetensors.h"
 #include "io/safetensors_header.h"
@@ -31,9 +34,11 @@ namespace {
 
 constexpr size_t kChunk = size_t{4} << 20;  // hashed and written while it is in the cache
 
-class Replacement {
+// Unlike FileReplacement (core/file.h), it lets one writer at a time work on a path, cleans up after a writer that
+// died, and can keep the former file.
+class LockedReplacement {
  public:
-  Replacement(const std::string& path, const WriteOptions& options) : path_(path), options_(options) {
+  LockedReplacement(const std::string& path, const WriteOptions& options) : path_(path), options_(options) {
     const size_t slash = path.rfind('/');
     name_ = slash == std::string::npos ? path : path.substr(slash + 1);
     temporary_ = name_ + ".tmp";
@@ -49,9 +54,9 @@ class Replacement {
       throw;
     }
   }
-  ~Replacement() { release(); }
-  Replacement(const Replacement&) = delete;
-  Replacement& operator=(const Replacement&) = delete;
+  ~LockedReplacement() { release(); }
+  LockedReplacement(const LockedReplacement&) = delete;
+  LockedReplacement& operator=(const LockedReplacement&) = delete;
 
   void write(std::span<const std::byte> bytes) {
     while (!bytes.empty()) {
@@ -91,9 +96,7 @@ class Replacement {
     ::close(folder_);
   }
 
-  [[noreturn]] void fail(const char* what) const {
-    throw Error(ErrorKind::io, fmt::format("{}: cannot {}: {}", path_, what, std::strerror(errno)), "path");
-  }
+  [[noreturn]] void fail(const char* what) const { throw_errno(path_, what, "path"); }
 
   void open_temporary() {
     struct stat there;
@@ -139,10 +142,10 @@ class Replacement {
   bool owns_temporary_ = false, owns_former_ = false;
 };
 
-// Cuts what is written into chunks, hashes them if asked to, and says when half is done.
-class Stream {
+// Writes in chunks, hashes them if asked to, and reports when half is written.
+class ChunkedWriter {
  public:
-  Stream(Replacement& file, uint64_t total, bool hashed) : file_(file), half_(total / 2) {
+  ChunkedWriter(LockedReplacement& file, uint64_t total, bool hashed) : file_(file), half_(total / 2) {
     if (!hashed) return;
     state_.reset(XXH3_createState());
     if (!state_) throw std::bad_alloc();
@@ -164,7 +167,7 @@ class Stream {
   uint64_t hash() const { return XXH3_64bits_digest(state_.get()); }
 
  private:
-  Replacement& file_;
+  LockedReplacement& file_;
   uint64_t half_, written_ = 0;
   std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state_{nullptr, &XXH3_freeState};
 };
@@ -216,9 +219,9 @@ void write_safetensors(const std::string& path, std::span<const TensorBytes> ten
   if (header_bytes > kMaxHeaderBytes)
     misuse(path, "header_bytes", fmt::format("is {}; at most {} is allowed", header_bytes, kMaxHeaderBytes));
 
-  Replacement file(path, options);
+  LockedReplacement file(path, options);
   file.reached("opened");
-  Stream stream(file, sizeof header_bytes + header_bytes + end, sealed);
+  ChunkedWriter stream(file, sizeof header_bytes + header_bytes + end, sealed);
   stream.put(std::as_bytes(std::span(&header_bytes, 1)));
   stream.put(std::as_bytes(std::span(header)));
   for (const TensorBytes* t : order) {

@@ -1,22 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// The course of learning: what is looked at, how evidence travels, what is kept.
+// The course of learning: from which elements statistics are taken, how they travel, and what is kept. What a codec
+// makes of them is its fitter's (codec/fitter.h).
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cstring>
 #include <tuple>
 
+#include "codec/define.h"
+#include "codec/fitter.h"
 #include "core/bits.h"
 #include "device/memory.h"
 #include "device/scheme.h"
 #include "gradwire/error.h"
 #include "gradwire/learn.h"
-#include "learn/subjects.h"
 
 namespace gradwire {
 namespace {
 
-// A sample of 2^18 elements a step: small against a gradient, large against the few numbers that are learned from it.
+// A sample of 2^18 elements per step: small against a gradient, large against the few numbers that are learned from it.
 constexpr uint64_t kSampleBlocks = 256;
 
 // What a unit is for a sample: tiles stand for whole tensors.
@@ -25,32 +27,39 @@ uint64_t sample_unit(const Codec& codec) {
   return unit == 0 ? kTile : unit;
 }
 
-// What was seen of a run of units, or of the sides of a tensor. Evidence is made of all that a step showed at once, in the order of
-// (name, first): so it does not depend on which tensors travelled together, or who was to get them.
-struct Seen {
+// What was seen of a run of units, or of the scales of a tensor. Statistics are made of all that a step showed at once,
+// in the order of (name, first), so that they do not depend on which tensors travelled together or on their receivers.
+struct Observed {
   uint64_t name, first;  // element of the tensor
   std::vector<float> values;
-  std::vector<uint32_t> sides;
+  std::vector<uint32_t> scales;
   std::vector<uint32_t> lengths;  // of units
 };
+
+std::unique_ptr<Fitter> make_fitter(const Codec& codec, uint64_t elements, int world) {
+  const CodecDef& def = definition_of(codec);
+  if (!def.fitter)
+    throw Error(ErrorKind::usage, fmt::format("codec is {}, which learns nothing", codec.name()), "codec");
+  return def.fitter(codec, elements, world);
+}
 
 }  // namespace
 
 struct Learner::State {
   Codec base;
-  std::unique_ptr<Subject> subject;
+  std::unique_ptr<Fitter> fitter;
   uint64_t elements = 0;
   uint64_t sample_blocks = kSampleBlocks;
-  std::vector<Seen> seen;
+  std::vector<Observed> seen;
 
-  // Enqueued, not yet looked at.
+  // Enqueued, not yet there.
   std::span<const float> sample;
-  std::span<const uint32_t> sides;
+  std::span<const uint32_t> scales;
   std::vector<Pick> picks;
-  std::vector<Seen> coming;
+  std::vector<Observed> coming;
 
-  // Every so many units of a tensor, others each step; which ones is a function of (name, unit, step). Runs of blocks: a unit of several
-  // blocks, or a block of several units.
+  // Takes every so many units of a tensor, others each step; which ones is a function of (name, unit, step). A run is a
+  // unit of several blocks, or a block of several units.
   void choose(const Plan& plan, std::span<const uint32_t> which, uint64_t step) {
     picks.clear();
     const uint64_t unit = sample_unit(base), run = std::max<uint64_t>(unit, kBlock);
@@ -61,7 +70,7 @@ struct Learner::State {
       const uint64_t name = name_of(spec), before = spec.first / run, skip = (mix64(name) + step + before) % stride;
       for (uint64_t at = skip == 0 ? 0 : stride - skip; at * run < spec.count; at += stride) {
         const uint64_t first = at * run, here = std::min(run, spec.count - first);
-        Seen one{name, spec.first + first, std::vector<float>(here), {}, {}};
+        Observed one{name, spec.first + first, std::vector<float>(here), {}, {}};
         for (uint64_t part = 0; part < here; part += unit)
           one.lengths.push_back(static_cast<uint32_t>(std::min(unit, here - part)));
         for (uint64_t block = first / kBlock; block * kBlock < first + here; ++block) picks.push_back({tensor, block});
@@ -70,34 +79,35 @@ struct Learner::State {
     }
   }
 
-  void expect_sides(const Plan& plan, std::span<const uint32_t> which) {
+  void expect_scales(const Plan& plan, std::span<const uint32_t> which) {
     for (uint32_t tensor : which) {
       const TensorSpec& spec = plan.tensors()[tensor];
       const Scheme& scheme = spec.codec.scheme();
-      if (!scheme.side) continue;
-      Seen one{name_of(spec), spec.first, {}, std::vector<uint32_t>(unit_count(scheme, spec.count)), {}};
-      for (uint64_t unit = 0; unit < one.sides.size(); ++unit)
+      if (!scheme.scale_words) continue;
+      Observed one{name_of(spec), spec.first, {}, std::vector<uint32_t>(unit_count(scheme, spec.count)), {}};
+      for (uint64_t unit = 0; unit < one.scales.size(); ++unit)
         one.lengths.push_back(static_cast<uint32_t>(std::min<uint64_t>(scheme.unit, spec.count - unit * scheme.unit)));
       coming.push_back(std::move(one));
     }
   }
 
-  Evidence evidence() {
-    std::sort(seen.begin(), seen.end(),
-              [](const Seen& a, const Seen& b) { return std::tie(a.name, a.first) < std::tie(b.name, b.first); });
+  FitStats stats() {
+    std::sort(seen.begin(), seen.end(), [](const Observed& a, const Observed& b) {
+      return std::tie(a.name, a.first) < std::tie(b.name, b.first);
+    });
     std::vector<float> values;
     std::vector<uint32_t> words, lengths;
-    for (const Seen& one : seen) {
+    for (const Observed& one : seen) {
       values.insert(values.end(), one.values.begin(), one.values.end());
-      words.insert(words.end(), one.sides.begin(), one.sides.end());
+      words.insert(words.end(), one.scales.begin(), one.scales.end());
       lengths.insert(lengths.end(), one.lengths.begin(), one.lengths.end());
     }
-    Evidence all{Evidence::kNone, std::vector<int64_t>(subject->counts())};
+    FitStats all{FitStats::kNone, std::vector<int64_t>(fitter->counts())};
     if (seen.empty()) return all;
-    if (subject->source() == Subject::Source::sides)
-      subject->look_sides(words, lengths, all);
+    if (fitter->source() == Fitter::Source::scales)
+      fitter->observe_scales(words, lengths, all);
     else
-      subject->look(values, lengths, all);
+      fitter->observe(values, lengths, all);
     return all;
   }
 
@@ -106,9 +116,7 @@ struct Learner::State {
 
 Learner::Learner(const Codec& codec, uint64_t elements, int world) : state_(std::make_unique<State>()) {
   state_->base = codec;
-  state_->subject = subject_of(codec, elements, world);
-  if (!state_->subject)
-    throw Error(ErrorKind::usage, fmt::format("codec is {}, which learns nothing", codec.name()), "codec");
+  state_->fitter = make_fitter(codec, elements, world);
   state_->elements = elements;
 }
 Learner::~Learner() = default;
@@ -116,17 +124,18 @@ Learner::Learner(Learner&&) noexcept = default;
 Learner& Learner::operator=(Learner&&) noexcept = default;
 
 const Codec& Learner::base() const { return state_->base; }
-Codec Learner::codec(uint64_t step, double rate) const { return state_->subject->codec(step, rate); }
-bool Learner::looks(uint64_t step) const { return state_->subject->due(step); }
-bool Learner::ahead() const { return state_->subject->ahead(); }
+Codec Learner::codec(uint64_t step, double rate) const { return state_->fitter->codec(step, rate); }
+bool Learner::observes(uint64_t step) const { return state_->fitter->due(step); }
+bool Learner::ahead() const { return state_->fitter->ahead(); }
 
-void Learner::look(Runner& runner, std::span<const uint32_t> which, uint64_t step, std::span<const void* const> tensors,
-                   const Residuals* residuals, std::span<const std::byte> message) {
+void Learner::observe(Runner& runner, std::span<const uint32_t> which, uint64_t step,
+                      std::span<const void* const> tensors, const Residuals* residuals,
+                      std::span<const std::byte> message) {
   State& s = *state_;
   s.coming.clear();
-  if (s.subject->source() == Subject::Source::sides) {
-    s.expect_sides(runner.plan(), which);
-    s.sides = runner.sides(message, which);
+  if (s.fitter->source() == Fitter::Source::scales) {
+    s.expect_scales(runner.plan(), which);
+    s.scales = runner.scales(message, which);
   } else {
     s.choose(runner.plan(), which, step);
     s.sample = runner.sample(tensors, residuals, s.picks);
@@ -135,9 +144,9 @@ void Learner::look(Runner& runner, std::span<const uint32_t> which, uint64_t ste
 
 void Learner::collect() {
   State& s = *state_;
-  for (Seen& one : s.coming) {
-    std::copy_n(s.sides.begin(), one.sides.size(), one.sides.begin());
-    s.sides = s.sides.subspan(one.sides.size());
+  for (Observed& one : s.coming) {
+    std::copy_n(s.scales.begin(), one.scales.size(), one.scales.begin());
+    s.scales = s.scales.subspan(one.scales.size());
     std::copy_n(s.sample.begin(), one.values.size(), one.values.begin());
     s.sample = s.sample.subspan(div_up(one.values.size(), kBlock) * kBlock);
     s.seen.push_back(std::move(one));
@@ -145,10 +154,10 @@ void Learner::collect() {
   s.coming.clear();
 }
 
-size_t Learner::evidence_bytes() const { return (1 + state_->subject->counts()) * sizeof(int64_t); }
+size_t Learner::stats_bytes() const { return (1 + state_->fitter->counts()) * sizeof(int64_t); }
 
-void Learner::take_evidence(std::span<std::byte> out) {
-  const Evidence all = state_->evidence();
+void Learner::take_stats(std::span<std::byte> out) {
+  const FitStats all = state_->stats();
   std::memcpy(out.data(), &all.exponent, sizeof(int64_t));
   std::memcpy(out.data() + sizeof(int64_t), all.counts.data(), all.counts.size() * sizeof(int64_t));
   state_->seen.clear();
@@ -156,22 +165,22 @@ void Learner::take_evidence(std::span<std::byte> out) {
 
 void Learner::learn(uint64_t step, std::span<const std::span<const std::byte>> ranks) {
   // All are brought to the coarsest unit before they are added: the order of the ranks does not matter.
-  std::vector<Evidence> all;
-  int64_t coarsest = Evidence::kNone;
+  std::vector<FitStats> all;
+  int64_t coarsest = FitStats::kNone;
   for (const auto& bytes : ranks) {
-    Evidence one{0, std::vector<int64_t>(state_->subject->counts())};
+    FitStats one{0, std::vector<int64_t>(state_->fitter->counts())};
     std::memcpy(&one.exponent, bytes.data(), sizeof(int64_t));
     std::memcpy(one.counts.data(), bytes.data() + sizeof(int64_t), one.counts.size() * sizeof(int64_t));
     coarsest = std::max(coarsest, one.exponent);
     all.push_back(std::move(one));
   }
-  Evidence pooled{coarsest, std::vector<int64_t>(state_->subject->counts())};
-  for (const Evidence& one : all) pooled.add(one);
-  state_->subject->learn(step, pooled);
+  FitStats pooled{coarsest, std::vector<int64_t>(state_->fitter->counts())};
+  for (const FitStats& one : all) pooled.add(one);
+  state_->fitter->learn(step, pooled);
 }
 
 std::vector<std::byte> Learner::save() const {
-  const std::vector<uint64_t> words = state_->subject->save();
+  const std::vector<uint64_t> words = state_->fitter->save();
   const auto bytes = std::as_bytes(std::span(words));  // there may be none, which memcpy would not take
   return {bytes.begin(), bytes.end()};
 }
@@ -182,18 +191,14 @@ void Learner::restore(std::span<const std::byte> state) {
                 "learned");
   std::vector<uint64_t> words(state.size() / sizeof(uint64_t));
   std::copy(state.begin(), state.end(), std::as_writable_bytes(std::span(words)).begin());
-  state_->subject->restore(words);
+  state_->fitter->restore(words);
 }
 
 Codec fit(const Codec& codec, const void* tensor, uint64_t count, DType dtype, const Device& device) {
   if (!codec.traits().learns || count == 0) return codec;
-  // Warming up and the pace of refitting are for runs; one tensor is fitted at once, and looked at as a whole if it is not huge.
-  Codec eager = codec;
-  if (codec.has("refit")) eager = eager.with("refit", "1");
-  if (codec.has("start")) eager = eager.with("start", "0");
-  if (codec.has("schedule")) eager = eager.with("schedule", "constant");
-  if (codec.name() == "dqsgd") eager = eager.with("mode", "paper");
-  Learner learner(eager, count, 1);
+  // Warming up and the pace of refitting are for runs. One tensor is fitted at once, and observed as a whole unless it
+  // is huge.
+  Learner learner(alone_of(codec), count, 1);
   learner.state_->sample_blocks = 64 * kSampleBlocks;
   const Plan plan({{"", count, dtype, learner.codec(0)}});
   const auto runner = make_runner(plan, device);
@@ -205,13 +210,13 @@ Codec fit(const Codec& codec, const void* tensor, uint64_t count, DType dtype, c
       static_cast<std::byte*>(memory->allocate(plan.message_bytes())), release);
   const std::span<std::byte> message(room.get(), plan.message_bytes());
   if (learner.ahead()) runner->encode(in, {}, message);
-  if (learner.looks(0)) {
-    learner.look(*runner, which, 0, in, nullptr, message);
+  if (learner.observes(0)) {
+    learner.observe(*runner, which, 0, in, nullptr, message);
     runner->wait();
     learner.collect();
-    std::vector<std::byte> evidence(learner.evidence_bytes());
-    learner.take_evidence(evidence);
-    const std::span<const std::byte> ranks[] = {evidence};
+    std::vector<std::byte> stats(learner.stats_bytes());
+    learner.take_stats(stats);
+    const std::span<const std::byte> ranks[] = {stats};
     learner.learn(0, ranks);
   }
   return codec.fitted(learner.codec(learner.ahead() ? 0 : 1).table());

@@ -1,26 +1,52 @@
 // SPDX-License-Identifier: Apache-2.0
+// From a list of tensors to the layout of their message: where each region stands, and which specs the head carries.
 #include "message/layout.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <xxhash.h>
 
+#include <algorithm>
 #include <unordered_map>
 
-#include "device/regions.h"
+#include "codec/regions.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
 
 uint64_t hash_name(std::string_view name) { return XXH64(name.data(), name.size(), 0); }
 
+std::string shape_problem(std::span<const uint64_t> shape, uint64_t count) {
+  if (shape.empty()) return {};
+  // Zeros are left out of the bound, so that it does not depend on the order of the extents.
+  uint64_t product = 1;
+  bool empty = false;
+  for (const uint64_t extent : shape) {
+    empty |= extent == 0;
+    if (extent > kMaxElements || (extent > 0 && product > kMaxElements / extent))
+      return fmt::format("is ({}); the extents other than 0 multiply to more than 2^40", fmt::join(shape, ", "));
+    product *= std::max<uint64_t>(extent, 1);
+  }
+  if ((empty ? 0 : product) == count) return {};
+  return fmt::format("is ({}), {} elements, but count is {}", fmt::join(shape, ", "), empty ? 0 : product, count);
+}
+
+static void check_shape(const TensorSpec& t) {
+  if (t.shape.size() > kMaxDims)
+    throw Error(
+        ErrorKind::usage,
+        fmt::format("shape of tensor '{}' has {} dimensions; allowed are at most {}", t.name, t.shape.size(), kMaxDims),
+        "shape");
+  if (const std::string problem = shape_problem(t.shape, t.count); !problem.empty())
+    throw Error(ErrorKind::usage, fmt::format("shape of tensor '{}' {}", t.name, problem), "shape");
+}
+
 Layout make_layout(std::vector<TensorSpec> tensors) {
-  // Beyond this a message could not be addressed; also keeps every sum below from overflowing.
-  constexpr uint64_t kMaxElements = uint64_t{1} << 40;
   Layout layout;
-  size_t head_bytes = kHeaderBytes;
-  std::unordered_map<std::string, uint32_t> numbers;  // of the specs: a hostile message may hold thousands
+  size_t head_bytes = wire::header::size + tensors.size() * wire::row::size;
+  std::unordered_map<std::string, uint32_t> numbers;  // of the specs; a plan read from a message may have thousands
   for (const TensorSpec& t : tensors) {
-    if (t.count > kMaxElements || layout.elements + t.count > kMaxElements)
+    if (t.count > kMaxElements - layout.elements)  // the bound keeps every sum below from overflowing
       throw Error(ErrorKind::usage, fmt::format("tensor '{}' brings the message beyond 2^40 elements", t.name),
                   "count");
     if (t.first % kPieceGrain != 0)
@@ -28,16 +54,19 @@ Layout make_layout(std::vector<TensorSpec> tensors) {
                   "first");
     if (t.first > kMaxElements)
       throw Error(ErrorKind::usage, fmt::format("first is {}; allowed is at most 2^40", t.first), "first");
+    check_shape(t);
+    head_bytes += t.shape.size() * wire::kExtentBytes;
     Region region;
     region.scheme = t.codec.scheme();
-    if (too_many(region.scheme, t.count))
+    region.unit = t.codec.unit_ops();
+    if (too_many(t.codec, t.count))
       throw Error(ErrorKind::usage,
                   fmt::format("tensor '{}' has {} elements; {} on whole tensors takes at most 2^32 - 1", t.name,
                               t.count, t.codec.name()),
                   "count");
     region.name_hash = t.name_hash ? *t.name_hash : hash_name(t.name);
     const Codec& codec = t.codec;
-    std::string key = codec.str();
+    std::string key = codec.wire_spec();  // codecs that differ in how they learn alone share a spec
     key.push_back('\0');
     key.append(reinterpret_cast<const char*>(codec.table().data()), codec.table().size_bytes());
     const auto [found, added] = numbers.try_emplace(std::move(key), static_cast<uint32_t>(layout.specs.size()));
@@ -51,9 +80,9 @@ Layout make_layout(std::vector<TensorSpec> tensors) {
       layout.specs.push_back(codec);
       head_bytes += spec_bytes(codec);
     }
-    const uint64_t align = region_alignment(region.scheme, t.count);
+    const uint64_t align = region_alignment(codec, t.count);
     region.begin = div_up(layout.body_words, align) * align;
-    region.words = region_words(region.scheme, t.count);
+    region.words = region_words(codec, t.count);
     layout.body_words = region.begin + region.words;
     layout.elements += t.count;
     layout.regions.push_back(region);
@@ -62,7 +91,7 @@ Layout make_layout(std::vector<TensorSpec> tensors) {
     throw Error(ErrorKind::usage, "a message holds at most 65535 different specs", "specs");
   if (tensors.size() > Limits{}.max_tensors)
     throw Error(ErrorKind::usage, fmt::format("a message holds at most {} tensors", Limits{}.max_tensors), "tensors");
-  layout.head_bytes = div_up(head_bytes + tensors.size() * kTensorBytes, kHeadAlign) * kHeadAlign;
+  layout.head_bytes = div_up(head_bytes, wire::kHeadAlign) * wire::kHeadAlign;
   layout.tensors = std::move(tensors);
   return layout;
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where everything stands in a plan's message. docs/wire-format.md describes the same thing for a second decoder.
+// Where everything stands in the message of a plan. docs/wire-format.md describes the same for readers who write a
+// decoder of their own.
 #pragma once
 
 #include <cstddef>
@@ -11,23 +12,22 @@
 #include "device/scheme.h"
 #include "gradwire/message.h"
 #include "gradwire/plan.h"
+#include "message/wire_offsets.h"
 
 namespace gradwire {
 
-inline constexpr uint32_t kMagic = 0x52495747u;  // "GWIR", little-endian
-inline constexpr size_t kHeaderBytes = 64, kTensorBytes = 40, kHeadAlign = 32;
-
-// One tensor (or piece) in the body. Offsets are in words.
+// The part of the body that one tensor, or one piece of a tensor, takes. Offsets are in words of 4 bytes.
 struct Region {
   Scheme scheme;
+  const UnitOps* unit = nullptr;  // codecs with units of their own; on the host only
   uint64_t name_hash = 0;
   uint64_t begin = 0, words = 0;
   uint32_t spec = 0;  // index in Layout::specs
 };
 
-// A codec as the head has it: its spec, padded to words, and its table.
+// Bytes of a codec in the head: its spec, padded to words, and its table.
 inline size_t spec_bytes(const Codec& codec) {
-  return 4 + div_up(codec.str().size(), 4) * 4 + codec.table().size_bytes();
+  return wire::spec::text + div_up(codec.wire_spec().size(), 4) * 4 + codec.table().size_bytes();
 }
 inline constexpr size_t kMaxTableBytes = 65532;
 
@@ -42,17 +42,21 @@ struct Layout {
   size_t message_bytes() const { return head_bytes + body_words * 4; }
 };
 
+// Empty where a shape fits its count, or is empty; else what is wrong with it, in words.
+std::string shape_problem(std::span<const uint64_t> shape, uint64_t count);
+
 Layout make_layout(std::vector<TensorSpec> tensors);  // throws Error{usage} for what no message can hold
 
-// The head with both checks; the body's own sum is not known yet, so body_check is 0.
+// The head with its check. body_check is 0: it is set once the body is encoded.
 std::vector<std::byte> make_head(const Layout& layout, const Stamp& stamp);
-void set_stamp(std::span<std::byte> head, const Stamp& stamp);  // and the head's check with it
+void set_stamp(std::span<std::byte> head, const Stamp& stamp);  // updates the check of the head as well
 uint64_t head_check(std::span<const std::byte> head);
 uint64_t head_body_check(std::span<const std::byte> head);
 void set_body_check(std::span<std::byte> message, uint64_t check);
 
-// Throws Error{frame} naming the field if `message` does not carry this layout (names, counts, pieces, codecs) or, where
-// given, another stamp. Element types may differ: they only say what the sender had. `head` is make_head() of the layout.
+// Throws Error{frame}, which names the field, if `message` does not carry this layout: names, counts, pieces, codecs
+// (without what says how they learn) and shapes. With `expected`, it also throws if the message has another stamp.
+// Element types may differ, since they only say what the sender had. `head` is make_head() of the layout.
 void check_head(std::span<const std::byte> message, const Layout& layout, std::span<const std::byte> head,
                 const Stamp* expected);
 

@@ -8,7 +8,7 @@
 #include <charconv>
 
 #include "gradwire/error.h"
-#include "gradwire/feedback.h"
+#include "gradwire/rules.h"
 
 namespace gradwire {
 namespace {
@@ -102,7 +102,7 @@ std::string Rules::str() const {
   return text;
 }
 
-const Codec& Rules::codec_for(std::string_view name, int dimensions, uint64_t count) const {
+Codec Rules::codec_for(std::string_view name, int dimensions, uint64_t count) const {
   for (const Rule& rule : rules_)
     if (rule.below ? count < rule.below : rule.pattern == kOneDimension ? dimensions <= 1 : glob(rule.pattern, name))
       return rule.codec;

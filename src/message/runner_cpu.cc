@@ -1,23 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs a plan on the CPU. The plan is cut into tasks once: runs of blocks, tiles, or parts of a whole-tensor unit. Tasks are
-// independent but for whole-tensor units, whose statistics are gathered by all threads first; all sums are of
-// integers, so the order in which threads finish does not matter.
+// Runs a plan on the CPU. The plan is cut into tasks once: runs of blocks, units of several blocks, parts of a
+// whole-tensor unit, or the tasks of a codec with units of its own. Tasks are independent but for whole-tensor units,
+// whose statistics are gathered by all threads first; all sums are of integers, so the order in which threads finish
+// does not matter.
 #include <fmt/format.h>
 
 #include <atomic>
 #include <cstring>
 
+#include "codec/regions.h"
 #include "core/float_mode.h"
 #include "core/pool.h"
 #include "core/random.h"
 #include "device/kernels.h"
-#include "device/regions.h"
 #include "gradwire/error.h"
-#include "message/fft.h"
 #include "message/layout.h"
 #include "message/runners.h"
-#include "message/select.h"
-#include "message/sketch.h"
 
 namespace gradwire {
 namespace {
@@ -37,12 +35,10 @@ class CpuRunner final : public Runner {
       : plan_(plan),
         layout_(plan.layout()),
         kernels_(kernels_named(device.simd)),
-        fft_(fft_kernels(kernels_)),
         pool_(device.threads),
         head_(make_head(layout_, {})) {
     for (uint32_t i = 0; i < layout_.regions.size(); ++i) cut(i);
     sums_.resize(pool_.threads());
-    memory_.resize(pool_.threads());
     tops_.resize(tasks_.size());
     parts_.resize(tasks_.size());
     whole_params_.resize(layout_.regions.size());
@@ -61,24 +57,24 @@ class CpuRunner final : public Runner {
       s.in = tensors[picks[i].tensor];
       set_feedback(s, residuals, picks[i].tensor);
       float* to = sample_.data() + i * kBlock;
-      const float* values = kernels_.stage(s, picks[i].block, to);
+      const float* values = kernels_.load(s, picks[i].block, to);
       if (values != to) std::memcpy(to, values, kBlock * sizeof(float));
     }
     return sample_;
   }
 
-  std::span<const uint32_t> sides(std::span<const std::byte> message, std::span<const uint32_t> which) override {
+  std::span<const uint32_t> scales(std::span<const std::byte> message, std::span<const uint32_t> which) override {
     const uint32_t* body = reinterpret_cast<const uint32_t*>(message.data() + head_.size());
-    sides_.clear();
+    scales_.clear();
     for (uint32_t tensor : which) {
       const Scheme& scheme = layout_.regions[tensor].scheme;
       const uint64_t count = layout_.tensors[tensor].count,
                      at = layout_.regions[tensor].begin + side_offset(scheme, count);
-      if (scheme.side)
+      if (scheme.scale_words)
         for (uint64_t unit = 0; unit < unit_count(scheme, count); ++unit)
-          sides_.push_back(body[at + unit * scheme.side]);
+          scales_.push_back(body[at + unit * scheme.scale_words]);
     }
-    return sides_;
+    return scales_;
   }
 
   void encode(std::span<const void* const> tensors, const Stamp& stamp, std::span<std::byte> message,
@@ -104,7 +100,7 @@ class CpuRunner final : public Runner {
       return s;
     };
     gather_whole_units(body, span_of);
-    run([&](const Task& task, size_t, Scratch& scratch, SketchMemory& memory, LaneSums& check) {
+    run([&](const Task& task, size_t, Scratch& scratch, LaneSums& check) {
       const Span s = span_of(task);
       if (task.kind == Task::Kind::blocks)
         kernels_.encode(s, nullptr, scratch, check);
@@ -112,14 +108,10 @@ class CpuRunner final : public Runner {
         kernels_.encode(s, &whole_params_[task.tensor], scratch, check);
       else if (task.kind == Task::Kind::unit)
         encode_unit(s, scratch, check);
-      else if (task.kind == Task::Kind::sketch)
-        encode_sketch(kernels_, s, task.unit, scratch, memory, check);
-      else if (task.kind == Task::Kind::fft)
-        encode_fft(kernels_, fft_, fft_scheme(*s.scheme), s, task.begin, task.end, scratch, check);
       else
-        encode_selected(kernels_, s, task.unit, scratch, check);
+        unit_ops(task)->encode(kernels_, s, task.unit, scratch, check);
     });
-    uint64_t h = whole_sides_;
+    uint64_t h = whole_scales_;
     for (const LaneSums& sums : sums_) h += sums.total();
     set_body_check(message, seal(h, layout_.body_words));
   }
@@ -141,47 +133,40 @@ class CpuRunner final : public Runner {
       s.stream = layout_.tensors[task.tensor].count * sizeof(float) >= kStreamBytes;
       return s;
     };
-    std::atomic<uint32_t> liar{0xffffffffu};
-    run([&](const Task& task, size_t, Scratch& scratch, SketchMemory& memory, LaneSums&) {
+    std::atomic<uint32_t> malformed{0xffffffffu};  // a tensor with a code that is none
+    run([&](const Task& task, size_t, Scratch& scratch, LaneSums&) {
       const Span s = span_of(task);
       bool bad = false;
       if (task.kind == Task::Kind::blocks) {
         bad = kernels_.decode(s, nullptr, scratch);
-      } else if (task.kind == Task::Kind::selected) {
-        decode_selected(kernels_, s, task.unit, scratch);
-      } else if (task.kind == Task::Kind::sketch) {
-        decode_sketch(kernels_, s, task.unit, scratch, memory);
-      } else if (task.kind == Task::Kind::fft) {
-        decode_fft(kernels_, fft_, fft_scheme(*s.scheme), s, task.begin, task.end, scratch);
+      } else if (task.kind == Task::Kind::own) {
+        unit_ops(task)->decode(kernels_, s, task.unit, scratch);
       } else {
-        const UnitParams params =
-            make_params(*s.scheme, s.region + side_offset(*s.scheme, s.count) + task.unit * s.scheme->side);
+        const UnitParams params = scale_ops(*s.scheme).make_params(
+            *s.scheme, s.region + side_offset(*s.scheme, s.count) + task.unit * s.scheme->scale_words);
         bad = kernels_.decode(s, &params, scratch);
       }
-      if (bad) liar = task.tensor;
+      if (bad) malformed = task.tensor;
     });
-    if (liar != 0xffffffffu) refuse(liar, "codes", "hold a code that no encoder writes");
+    if (malformed != 0xffffffffu) refuse(malformed, "codes", "hold a code that no encoder writes");
   }
 
  private:
   struct Task {
-    enum class Kind { blocks, unit, whole, selected, sketch, fft } kind;
+    // own: a task of a codec with units of its own
+    enum class Kind { blocks, unit, whole, own } kind;
     uint32_t tensor;
-    uint64_t begin, end;  // blocks; fft: groups
-    uint64_t unit;        // unit, selected, sketch: which; else 0
+    uint64_t begin, end;  // blocks
+    uint64_t unit;        // the number of the unit, or of the codec's task; else 0
   };
+  const UnitOps* unit_ops(const Task& task) const { return layout_.regions[task.tensor].unit; }
 
   void cut(uint32_t tensor) {
     const Scheme& scheme = layout_.regions[tensor].scheme;
     const uint64_t count = layout_.tensors[tensor].count, blocks = div_up(count, kBlock);
-    if (scheme.body == Body::select || scheme.body == Body::clusters) {
-      const auto kind = scheme.body == Body::select ? Task::Kind::selected : Task::Kind::sketch;
-      for (uint64_t unit = 0; unit < unit_count(scheme, count); ++unit) tasks_.push_back({kind, tensor, 0, 0, unit});
-    } else if (scheme.body == Body::fft) {
-      const uint64_t groups = fft_groups(fft_scheme(scheme), count),
-                     step = kTaskBlocks * kBlock / fft_group(fft_scheme(scheme));
-      for (uint64_t begin = 0; begin < groups; begin += step)
-        tasks_.push_back({Task::Kind::fft, tensor, begin, min_u64(groups, begin + step), 0});
+    if (const UnitOps* ops = layout_.regions[tensor].unit) {
+      const uint64_t own = count ? ops->tasks(scheme, count) : 0;
+      for (uint64_t task = 0; task < own; ++task) tasks_.push_back({Task::Kind::own, tensor, 0, 0, task});
     } else if (scheme.unit > kBlock) {
       const uint64_t step = scheme.unit / kBlock;
       for (uint64_t unit = 0; unit * step < blocks; ++unit)
@@ -197,7 +182,7 @@ class CpuRunner final : public Runner {
   void run(const Body& body) {
     pool_.run(tasks_.size(), [&](size_t i, int worker) {
       const FloatMode mode;
-      body(tasks_[i], i, scratch(), memory_[worker], sums_[worker]);
+      body(tasks_[i], i, scratch(), sums_[worker]);
     });
   }
 
@@ -211,7 +196,7 @@ class CpuRunner final : public Runner {
     s.end = task.end;
     s.dtype = t.dtype;
     s.first_block = t.first / kBlock;
-    s.region = body ? body + region.begin : nullptr;  // who only takes a sample has no message
+    s.region = body ? body + region.begin : nullptr;  // sample() has no message
     s.region_index = region.begin;
     return s;
   }
@@ -224,46 +209,47 @@ class CpuRunner final : public Runner {
     s.loss_scale = residuals->loss_scale;
   }
 
-  // A unit of several blocks, by one thread: the second and third look at it find it in the cache.
+  // A unit of several blocks, by one thread: the second and third pass over it find it in the cache.
   void encode_unit(const Span& s, Scratch& scratch, LaneSums& check) {
     const uint32_t top = kernels_.absmax(s, scratch);
     Sums sums;
-    if (needs_sums(s.scheme->stat)) kernels_.sums(s, top, scratch, sums);
+    if (s.scheme->sums != SumKind::none) kernels_.sums(s, top, scratch, sums);
     const uint64_t n = min_u64(s.count, s.end * kBlock) - s.begin * kBlock;
-    const uint64_t at = side_offset(*s.scheme, s.count) + s.begin * kBlock / s.scheme->unit * s.scheme->side;
-    const UnitParams params = write_side(s, at, top, sums, n, check.loose);
+    const uint64_t at = side_offset(*s.scheme, s.count) + s.begin * kBlock / s.scheme->unit * s.scheme->scale_words;
+    const UnitParams params = write_scales(s, at, top, sums, n, check.loose);
     kernels_.encode(s, &params, scratch, check);
   }
 
-  UnitParams write_side(const Span& s, uint64_t at, uint32_t top, const Sums& sums, uint64_t n, uint64_t& h) {
-    uint32_t side[2];
-    make_side(*s.scheme, top, sums, n, side);
-    for (uint32_t w = 0; w < s.scheme->side; ++w) {
-      s.region[at + w] = side[w];
-      h += word_part(side[w], s.region_index + at + w);
+  UnitParams write_scales(const Span& s, uint64_t at, uint32_t top, const Sums& sums, uint64_t n, uint64_t& h) {
+    uint32_t scales[2];
+    const ScaleOps& ops = scale_ops(*s.scheme);
+    ops.make_scales(*s.scheme, top, sums, n, scales);
+    for (uint32_t w = 0; w < s.scheme->scale_words; ++w) {
+      s.region[at + w] = scales[w];
+      h += word_part(scales[w], s.region_index + at + w);
     }
-    return make_params(*s.scheme, side);
+    return ops.make_params(*s.scheme, scales);
   }
 
   template <class SpanOf>
   void gather_whole_units(uint32_t* body, const SpanOf& span_of) {
-    whole_sides_ = 0;
+    whole_scales_ = 0;
     bool any = false, any_sums = false;
     for (const Task& task : tasks_)
       if (task.kind == Task::Kind::whole) {
         any = true;
-        any_sums |= needs_sums(layout_.regions[task.tensor].scheme.stat);
+        any_sums |= layout_.regions[task.tensor].scheme.sums != SumKind::none;
       }
     if (!any) return;
     std::vector<uint32_t>& top = whole_tops_;
     top.assign(layout_.regions.size(), 0);
-    run([&](const Task& task, size_t i, Scratch& scratch, SketchMemory&, LaneSums&) {
+    run([&](const Task& task, size_t i, Scratch& scratch, LaneSums&) {
       if (task.kind == Task::Kind::whole) tops_[i] = kernels_.absmax(span_of(task), scratch);
     });
     for (size_t i = 0; i < tasks_.size(); ++i)
       if (tasks_[i].kind == Task::Kind::whole) top[tasks_[i].tensor] = std::max(top[tasks_[i].tensor], tops_[i]);
     if (any_sums)
-      run([&](const Task& task, size_t i, Scratch& scratch, SketchMemory&, LaneSums&) {
+      run([&](const Task& task, size_t i, Scratch& scratch, LaneSums&) {
         parts_[i] = {};
         if (task.kind == Task::Kind::whole) kernels_.sums(span_of(task), top[task.tensor], scratch, parts_[i]);
       });
@@ -282,7 +268,7 @@ class CpuRunner final : public Runner {
       }
       const Span s = span(task, body);
       whole_params_[task.tensor] =
-          write_side(s, side_offset(*s.scheme, s.count), top[task.tensor], sums, s.count, whole_sides_);
+          write_scales(s, side_offset(*s.scheme, s.count), top[task.tensor], sums, s.count, whole_scales_);
       i = next;
     }
   }
@@ -321,46 +307,39 @@ class CpuRunner final : public Runner {
         if (body[end] != 0) refuse(i, "padding", "is not zero");
       end = region.begin + region.words;
       const uint64_t count = layout_.tensors[i].count;
-      const uint32_t* side = body + region.begin + side_offset(region.scheme, count);
+      const uint32_t* scales = body + region.begin + side_offset(region.scheme, count);
       const uint64_t used = count % kBlock * region.scheme.bits % 32;  // bits of the partial block's last word
-      if (in_blocks(region.scheme) && used && side[-1] >> used) refuse(i, "padding", "is not zero");
-      if (region.scheme.side)
-        for (uint64_t unit = 0; unit < unit_count(region.scheme, count); ++unit)
-          if (!side_is_valid(region.scheme, side + unit * region.scheme.side))
-            refuse(i, "side",
-                   fmt::format("values of unit {} are neither finite and of their sign nor the marker", unit));
+      if (in_blocks(region.unit) && used && scales[-1] >> used) refuse(i, "padding", "is not zero");
+      if (region.scheme.scale_words) {
+        const uint64_t units = unit_count(region.scheme, count),
+                       invalid = scale_ops(region.scheme).first_invalid(region.scheme, scales, units);
+        if (invalid < units)
+          refuse(i, "scales", fmt::format("of unit {} are neither finite and of their sign nor the marker", invalid));
+      }
     }
     for (const Task& task : tasks_) {
-      const Span s = span(task, body);
-      const char* field = nullptr;
-      uint64_t unit = task.unit;
-      if (task.kind == Task::Kind::selected) field = check_selected(s, unit);
-      if (task.kind == Task::Kind::sketch) field = check_sketch(s, unit);
-      if (task.kind == Task::Kind::fft)
-        for (unit = task.begin; unit < task.end && !field; ++unit) field = check_fft(fft_scheme(*s.scheme), s, unit);
-      if (field)
-        refuse(task.tensor, field,
-               fmt::format("of unit {} cannot come from an encoder", unit - (task.kind == Task::Kind::fft)));
+      if (task.kind != Task::Kind::own) continue;
+      const UnitProblem problem = unit_ops(task)->check(span(task, body), task.unit);
+      if (problem.field)
+        refuse(task.tensor, problem.field, fmt::format("of unit {} cannot come from an encoder", problem.unit));
     }
   }
 
   const Plan& plan_;
   const Layout& layout_;
   const Kernels& kernels_;
-  const FftKernels& fft_;
   Pool pool_;
   std::vector<std::byte> head_;
-  std::vector<SketchMemory> memory_;
   std::vector<LaneSums> sums_;
   std::vector<Task> tasks_;
-  std::vector<uint32_t> tops_;  // a task each
+  std::vector<uint32_t> tops_;  // of each task
   std::vector<Sums> parts_;
-  std::vector<uint32_t> whole_tops_;  // a tensor each
+  std::vector<uint32_t> whole_tops_;  // of each tensor
   std::vector<UnitParams> whole_params_;
-  uint64_t whole_sides_ = 0;
+  uint64_t whole_scales_ = 0;
   std::vector<uint64_t> check_parts_;
   std::vector<float> sample_;
-  std::vector<uint32_t> sides_;
+  std::vector<uint32_t> scales_;
 };
 
 }  // namespace

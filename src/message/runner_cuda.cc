@@ -8,11 +8,10 @@
 #include <cstring>
 #include <map>
 
-#include "codec/casq/sketch.h"
-#include "codec/fft/cuda_fft.h"
+#include "codec/cuda_unit.h"
+#include "codec/unit.h"
 #include "core/random.h"
 #include "device/cuda_job.h"
-#include "device/regions.h"
 #include "gradwire/error.h"
 #include "message/layout.h"
 #include "message/runners.h"
@@ -82,21 +81,19 @@ class Pinned {
   size_t bytes_ = 0;
 };
 
-struct Group {
+// The tensors of a plan that share a codec and an element type: one launch, or a few, for all of them.
+struct LaunchGroup {
   Scheme scheme;
   DType dtype = DType::f32;
+  const UnitOps* ops = nullptr;          // codecs with units of their own,
+  std::unique_ptr<CudaUnitGroup> units;  // and what they keep for this group
   std::vector<CudaPiece> pieces;
   std::vector<uint32_t> item_piece;
-  uint64_t items = 0, blocks = 0;
+  uint64_t items = 0;
   bool tails = false;
   uint32_t first_pointer = 0;
-  std::vector<uint32_t> unit_piece;  // fft: as CudaFft has them
-  std::vector<uint64_t> first_unit;
-  size_t unit_piece_at = 0, first_unit_at = 0, twiddles_at = 0;
-  size_t pieces_at = 0, items_at = 0, table_at = 0, tops_at = 0, sums_at = 0, params_at = 0, select_at = 0,
-         counts_at = 0;
-  uint64_t buckets = 0;  // whole-tensor clusters
-  size_t bucket_sums_at = 0, bucket_counts_at = 0;
+  size_t pieces_at = 0, items_at = 0, table_at = 0, tops_at = 0, sums_at = 0, params_at = 0,
+         units_at = 0;  // in the arena
 };
 
 class CudaRunner final : public Runner {
@@ -123,32 +120,24 @@ class CudaRunner final : public Runner {
     std::vector<uint64_t> hashes;
     hashes.resize(tensors);
     for (size_t i = 0; i < tensors; ++i) hashes[place_of_[i]] = layout_.regions[i].name_hash;
-    for (Group& g : groups_) {
-      const bool whole = g.scheme.unit == 0, select = g.scheme.body == Body::select;
+    for (LaunchGroup& g : groups_) {
+      const bool whole = g.scheme.unit == 0;
       g.pieces_at = arena_.reserve<CudaPiece>(g.pieces.size());
       g.items_at = arena_.reserve<uint32_t>(g.item_piece.size());
       g.table_at = arena_.reserve<float>(g.scheme.table_size);
-      g.unit_piece_at = arena_.reserve<uint32_t>(g.unit_piece.size());
-      g.first_unit_at = arena_.reserve<uint64_t>(g.first_unit.size());
-      g.twiddles_at = arena_.reserve<float2>(g.scheme.body == Body::fft ? kFftEntries : 0);
       g.tops_at = arena_.reserve<uint32_t>(whole ? g.pieces.size() : 0);
       g.sums_at = arena_.reserve<CudaSums>(whole ? g.pieces.size() : 0);
       g.params_at = arena_.reserve<UnitParams>(whole ? g.pieces.size() : 0);
-      g.select_at = arena_.reserve<CudaSelect>(whole && select ? g.pieces.size() : 0);
-      g.counts_at = arena_.reserve<uint2>(whole && select ? g.blocks : 0);
-      g.bucket_sums_at = arena_.reserve<unsigned long long>(g.buckets);
-      g.bucket_counts_at = arena_.reserve<uint32_t>(g.buckets);
+      if (g.units) g.units_at = arena_.reserve<std::byte>(g.units->bytes());
     }
     arena_.allocate(stream_);
     arena_.fill(head_at, head_);
     arena_.fill(gaps_at, gaps);
     arena_.fill(hashes_at, hashes);
-    for (Group& g : groups_) {
+    for (LaunchGroup& g : groups_) {
       arena_.fill(g.pieces_at, g.pieces);
       arena_.fill(g.items_at, g.item_piece);
-      arena_.fill(g.unit_piece_at, g.unit_piece);
-      arena_.fill(g.first_unit_at, g.first_unit);
-      if (g.scheme.body == Body::fft) arena_.fill(g.twiddles_at, cuda_fft_table());
+      if (g.units) g.units->place(arena_.at<std::byte>(g.units_at), stream_);
       arena_.fill(g.table_at, std::vector<float>(g.scheme.table, g.scheme.table + g.scheme.table_size));
     }
     cuda_throw(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
@@ -187,26 +176,27 @@ class CudaRunner final : public Runner {
     return {out, values};
   }
 
-  std::span<const uint32_t> sides(std::span<const std::byte> message, std::span<const uint32_t> which) override {
+  std::span<const uint32_t> scales(std::span<const std::byte> message, std::span<const uint32_t> which) override {
     use();
     size_t units = 0;
     for (uint32_t tensor : which) {
       const Scheme& scheme = layout_.regions[tensor].scheme;
-      if (scheme.side) units += unit_count(scheme, layout_.tensors[tensor].count);
+      if (scheme.scale_words) units += unit_count(scheme, layout_.tensors[tensor].count);
     }
-    uint32_t* out = sides_.room<uint32_t>(units);
+    uint32_t* out = scales_.room<uint32_t>(units);
     size_t at = 0;
     for (uint32_t tensor : which) {
       const Scheme& scheme = layout_.regions[tensor].scheme;
-      const uint64_t count = layout_.tensors[tensor].count, here = scheme.side ? unit_count(scheme, count) : 0;
+      const uint64_t count = layout_.tensors[tensor].count, here = scheme.scale_words ? unit_count(scheme, count) : 0;
       if (here == 0) continue;
       const std::byte* from =
           message.data() + layout_.head_bytes + (layout_.regions[tensor].begin + side_offset(scheme, count)) * 4;
-      if (scheme.side == 1)
+      if (scheme.scale_words == 1)
         cuda_throw(cudaMemcpyAsync(out + at, from, here * 4, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
       else
-        cuda_throw(cudaMemcpy2DAsync(out + at, 4, from, scheme.side * 4, 4, here, cudaMemcpyDeviceToHost, stream_),
-                   "cudaMemcpy2DAsync");
+        cuda_throw(
+            cudaMemcpy2DAsync(out + at, 4, from, scheme.scale_words * 4, 4, here, cudaMemcpyDeviceToHost, stream_),
+            "cudaMemcpy2DAsync");
       at += here;
     }
     return {out, units};
@@ -227,7 +217,7 @@ class CudaRunner final : public Runner {
     const CudaBegin begin{check_,  nullptr, call_key(stamp.seed, stamp.step, stamp.stage, stamp.rank),
                           hashes_, keys_,   static_cast<uint32_t>(n)};
     cuda_begin(begin, host_pointers_.data(), pointers_, residuals ? 3 * n : n, stream_);
-    for (const Group& g : groups_) {
+    for (const LaunchGroup& g : groups_) {
       CudaJob job = job_of(g, message.data());
       job.in = pointers_;
       job.aligned = aligned(g);
@@ -240,14 +230,14 @@ class CudaRunner final : public Runner {
         job.unscale = 1.0f / residuals->loss_scale;
       }
       job.keys = keys_;
-      if (g.scheme.body == Body::fft)
-        cuda_encode_fft(job, fft_of(g), stream_);
+      if (g.units)
+        g.units->encode(job, stream_);
       else
         cuda_encode(job, stream_);
     }
     set_stamp(head_, stamp);
     CudaHead head = device_head(stamp);
-    std::memcpy(&head.head_check, head_.data() + 48, sizeof head.head_check);
+    std::memcpy(&head.head_check, head_.data() + wire::header::head_check, sizeof head.head_check);
     cuda_finish_encode(head, message.data(), check_, stream_);
   }
 
@@ -262,7 +252,7 @@ class CudaRunner final : public Runner {
     head.has_stamp = expected != nullptr;
     std::vector<CudaJob>& jobs = jobs_;
     jobs.clear();
-    for (const Group& g : groups_) {
+    for (const LaunchGroup& g : groups_) {
       jobs.push_back(job_of(g, const_cast<std::byte*>(message.data())));
       CudaJob& job = jobs.back();
       job.out = writable(pointers_);
@@ -272,8 +262,8 @@ class CudaRunner final : public Runner {
       job.message = message.data();
       CudaJob run = job;
       if (jobs.size() > 1) run.head.expected = nullptr;  // once is enough
-      if (g.scheme.body == Body::fft)
-        cuda_decode_fft(run, fft_of(g), stream_);
+      if (g.units)
+        g.units->decode(run, stream_);
       else
         cuda_decode(run, stream_);
     }
@@ -308,7 +298,7 @@ class CudaRunner final : public Runner {
  private:
   static void raise(uint32_t status) {
     if (status == 0) return;
-    // The head is looked at before what it describes.
+    // The head comes before what it describes.
     static constexpr struct {
       uint32_t bit;
       const char *field, *words;
@@ -316,8 +306,8 @@ class CudaRunner final : public Runner {
         {kBadHead, "head", "is not this plan's, or was altered"},
         {kBadStamp, "stamp", "(step, stage, rank, world) is not the expected one"},
         {kBadBody, "body_check", "does not match: the body was altered"},
-        {kBadSide, "side", "values are neither finite and of their sign nor the marker"},
-        {kBadBitmap, "bitmap", "does not have as many bits as frequencies are kept"},
+        {kBadScales, "scales", "are neither finite and of their sign nor the marker"},
+        {kBadBitmap, "bitmap", "does not have as many bits as values are kept"},
         {kBadIndices, "indices", "are not increasing, or lie beyond the tensor"},
         {kBadValues, "values", "are not finite"},
         {kBadBuckets, "buckets", "have means that cannot come from an encoder"},
@@ -329,7 +319,7 @@ class CudaRunner final : public Runner {
   }
 
   // Of the tensors of this call.
-  bool aligned(const Group& g) const {
+  bool aligned(const LaunchGroup& g) const {
     bool all = true;
     for (const CudaPiece& piece : g.pieces) all &= reinterpret_cast<uintptr_t>(host_pointers_[piece.tensor]) % 16 == 0;
     return all;
@@ -348,29 +338,19 @@ class CudaRunner final : public Runner {
       if (fresh) {
         groups_.emplace_back();
         groups_.back().scheme = region.scheme;
+        groups_.back().ops = region.unit;
         groups_.back().dtype = t.dtype;
       }
-      Group& g = groups_[it->second];
+      LaunchGroup& g = groups_[it->second];
       const uint64_t blocks = div_up(t.count, kBlock), items = chunked(region.scheme) ? div_up(t.count, kTile) : blocks;
       g.item_piece.insert(g.item_piece.end(), items, static_cast<uint32_t>(g.pieces.size()));
-      g.pieces.push_back(
-          {t.count, t.first / kBlock, region.name_hash, region.begin, g.items, g.blocks, i});  // tensor: see below
+      g.pieces.push_back({t.count, t.first / kBlock, region.name_hash, region.begin, g.items, i});  // tensor: see below
       g.items += items;
-      g.blocks += blocks;
-      if (region.scheme.body == Body::clusters && hashed(region.scheme)) {
-        g.pieces.back().first_bucket = g.buckets;
-        g.buckets += buckets_of(region.scheme, t.count);
-      }
       g.tails |= t.count % kBlock != 0;
-      if (region.scheme.body == Body::fft) {
-        g.first_unit.push_back(g.unit_piece.size());
-        g.unit_piece.insert(g.unit_piece.end(), fft_units(fft_scheme(region.scheme), t.count),
-                            static_cast<uint32_t>(g.pieces.size() - 1));
-      }
     }
     // Pointer tables go by group, so that a kernel finds an address without looking at the piece first.
     uint32_t next = 0;
-    for (Group& g : groups_) {
+    for (LaunchGroup& g : groups_) {
       g.first_pointer = next;
       for (CudaPiece& piece : g.pieces) {
         place_of_[piece.tensor] = next;
@@ -379,9 +359,17 @@ class CudaRunner final : public Runner {
     }
     for (uint32_t i = 0; i < layout_.tensors.size(); ++i)
       if (layout_.tensors[i].count == 0) place_of_[i] = next++;
+    for (LaunchGroup& g : groups_)
+      if (g.ops) g.units = make_units(g);
   }
 
-  CudaJob job_of(const Group& g, std::byte* message) const {
+  std::unique_ptr<CudaUnitGroup> make_units(const LaunchGroup& g) const {
+    if (!g.ops->cuda)
+      throw Error(ErrorKind::unsupported, "device is cuda, but a codec of the plan has no kernels", "device");
+    return g.ops->cuda->make(g.scheme, g.pieces);
+  }
+
+  CudaJob job_of(const LaunchGroup& g, std::byte* message) const {
     CudaJob job;
     job.scheme = g.scheme;
     if (g.scheme.table) job.scheme.table = arena_.at<float>(g.table_at);
@@ -399,27 +387,11 @@ class CudaRunner final : public Runner {
     job.tops = arena_.at<uint32_t>(g.tops_at);
     job.sums = arena_.at<CudaSums>(g.sums_at);
     job.params = arena_.at<UnitParams>(g.params_at);
-    job.select = arena_.at<CudaSelect>(g.select_at);
-    job.block_counts = arena_.at<uint2>(g.counts_at);
-    job.bucket_sums = arena_.at<unsigned long long>(g.bucket_sums_at);
-    job.bucket_counts = arena_.at<uint32_t>(g.bucket_counts_at);
-    job.buckets = g.buckets;
     return job;
   }
 
-  CudaFft fft_of(const Group& g) const {
-    CudaFft fft;
-    fft.scheme = fft_scheme(g.scheme);
-    fft.table = arena_.at<float2>(g.twiddles_at);
-    fft.unit_piece = arena_.at<uint32_t>(g.unit_piece_at);
-    fft.first_unit = arena_.at<uint64_t>(g.first_unit_at);
-    fft.units = g.unit_piece.size();
-    for (const CudaPiece& piece : g.pieces) fft.tails |= piece.count % fft.scheme.chunk != 0;
-    return fft;
-  }
-
   CudaHead device_head(const Stamp& stamp) const {
-    size_t specs = kHeaderBytes;
+    size_t specs = wire::header::size;
     for (const Codec& codec : layout_.specs) specs += spec_bytes(codec);
     return {device_head_,
             static_cast<uint32_t>(layout_.head_bytes),
@@ -432,7 +404,8 @@ class CudaRunner final : public Runner {
             device_gaps_,
             gap_count_,
             true,
-            static_cast<uint32_t>(specs)};
+            static_cast<uint32_t>(specs),
+            static_cast<uint32_t>(specs + layout_.tensors.size() * wire::row::size)};
   }
 
   const Plan& plan_;
@@ -440,7 +413,7 @@ class CudaRunner final : public Runner {
   int index_;
   cudaStream_t stream_;
   std::vector<std::byte> head_;
-  std::vector<Group> groups_;
+  std::vector<LaunchGroup> groups_;
   std::vector<uint32_t> place_of_;  // tensor -> its place in the pointer tables
   Arena arena_;
   const std::byte* device_head_ = nullptr;
@@ -453,7 +426,7 @@ class CudaRunner final : public Runner {
   uint32_t *status_ = nullptr, *sticky_ = nullptr, *host_status_ = nullptr;
   std::vector<const void*> host_pointers_;
   std::vector<CudaJob> jobs_;
-  Pinned sample_, sides_;
+  Pinned sample_, scales_;
 };
 
 }  // namespace

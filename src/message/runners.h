@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The runners of each device, behind make_runner(), and the looks at a caller's arguments that they share.
+// The runners of each device, behind make_runner(), and the checks of a caller's arguments that they share.
 #pragma once
 
 #include <memory>

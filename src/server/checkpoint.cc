@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Saving and loading go through one description of the state text: a member is written and taken under the same key,
-// and loading takes exactly the members that saving writes. Loading asks first whether the file is ours and of our
-// version, then whether its check holds, and only then believes its type enough to look at every field; those are
-// checked all the same, since a check can be forged by whoever can write the file.
+// Loading takes exactly the members that saving writes. It first checks that the file is a server's and of this
+// version, then that its hash is right, and then every field: a program that can write the file can also make the hash
+// right.
 #include "server/checkpoint.h"
 
 #include <fmt/format.h>
@@ -13,11 +12,11 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
-#include <set>
 #include <unordered_map>
 #include <unordered_set>
 
 #include "gradwire/error.h"
+#include "io/json.h"
 
 namespace gradwire::server {
 namespace {
@@ -46,8 +45,8 @@ bool is_utf8(const std::string& text) {
   }
 }
 
-// What is given must come back as it was: JSON text is UTF-8 and has no infinities, and the reader bounds the nesting,
-// of which lists and rows of the state take 4 levels themselves.
+// A value must be the same after it was saved and loaded: JSON text is UTF-8 and has no infinities, and the reader
+// bounds the nesting, of which the lists and rows of the state take 4 levels themselves.
 void check_json(const std::string& path, const std::string& field, const json& value, size_t depth = 4) {
   if (value.is_binary() || value.is_discarded()) misuse(path, field, "has a value that JSON text cannot hold");
   if (value.is_number_float() && !std::isfinite(value.get<double>()))
@@ -55,7 +54,7 @@ void check_json(const std::string& path, const std::string& field, const json& v
   if (value.is_string() && !is_utf8(value.get_ref<const std::string&>()))
     misuse(path, field, fmt::format("{} is not UTF-8", shown(value.get_ref<const std::string&>())));
   if (!value.is_structured()) return;
-  if (depth == kMaxStateDepth) misuse(path, field, fmt::format("is nested more than {} deep", kMaxStateDepth - 4));
+  if (depth == kMaxJsonDepth) misuse(path, field, fmt::format("is nested more than {} deep", kMaxJsonDepth - 4));
   for (const auto& [key, inner] : value.items()) {
     if (value.is_object() && !is_utf8(key)) misuse(path, field, fmt::format("{} is not UTF-8", shown(key)));
     check_json(path, field, inner, depth + 1);
@@ -68,9 +67,9 @@ json bit_patterns(const std::vector<double>& values) {
   return list;
 }
 
-json names_of(const std::string& path, const std::vector<ServerState::Array>& arrays) {
+json names_of(const std::string& path, const std::vector<StoredArray>& arrays) {
   json list = json::array();
-  for (const ServerState::Array& array : arrays) list.push_back(array.name);
+  for (const StoredArray& array : arrays) list.push_back(array.name);
   check_json(path, "name", list);
   return list;
 }
@@ -78,7 +77,7 @@ json names_of(const std::string& path, const std::vector<ServerState::Array>& ar
 json row_of(const std::string& path, const std::string& field, const WorkerRow& worker) {
   if (worker.computed.size() != worker.sequence.size() || worker.residual.size() != worker.sequence.size())
     misuse(path, field,
-           fmt::format("has {} sequence, {} computed and {} residual numbers; one each a part is expected",
+           fmt::format("has {} sequence, {} computed and {} residual numbers; one for each shard is expected",
                        worker.sequence.size(), worker.computed.size(), worker.residual.size()));
   check_json(path, field + ".id", worker.id);
   check_json(path, field + ".name", worker.name);
@@ -120,9 +119,9 @@ std::string state_text(const std::string& path, const ServerState& state) {
 // ---- loading
 
 // Takes the members of the state text, and says which one is wrong.
-class Reader {
+class StateReader {
  public:
-  explicit Reader(const SafetensorsFile& file) : file_(file) {}
+  explicit StateReader(const SafetensorsFile& file) : file_(file) {}
 
   [[noreturn]] void refuse(const std::string& field, const std::string& why) const {
     throw Error(ErrorKind::frame, fmt::format("{}: {}: {}", file_.path(), field, why), field);
@@ -155,29 +154,10 @@ class Reader {
       refuse(kState, fmt::format("has {} bytes; at most {} are allowed", tensor.bytes, kMaxStateBytes));
     const std::vector<std::byte> bytes = file_.read(tensor);
     const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-    // To the JSON library a zero is the end of the text; what stands behind it would go unread.
-    if (const size_t zero = text.find('\0'); zero != text.npos)
-      refuse(kState, fmt::format("has a zero byte at {}", zero));
-    std::vector<std::set<std::string>> keys;  // of the objects and (empty) lists that are open
-    const auto watch = [&](int, json::parse_event_t event, json& parsed) {
-      using Event = json::parse_event_t;
-      if (event == Event::object_start || event == Event::array_start) {
-        if (keys.size() == kMaxStateDepth) refuse(kState, fmt::format("is nested more than {} deep", kMaxStateDepth));
-        keys.emplace_back();
-      } else if (event == Event::object_end || event == Event::array_end) {
-        keys.pop_back();
-      } else if (event == Event::key && !keys.back().insert(parsed.get<std::string>()).second) {
-        refuse(kState, fmt::format("has {} twice in one object", shown(parsed.get<std::string>())));
-      }
-      return true;
-    };
-    try {
-      return json::parse(text, watch);
-    } catch (const json::parse_error& error) {
-      refuse(kState, fmt::format("is no JSON from byte {} on", error.byte));
-    } catch (const json::exception&) {
-      refuse(kState, "has a number that no double holds");
-    }
+    std::string error;
+    json value = parse_bounded(text, error);
+    if (!error.empty()) refuse(kState, error);
+    return value;
   }
 
   // The object has these keys and no other.
@@ -225,16 +205,16 @@ class Reader {
     for (const json& entry : array(value["residual"], field + ".residual"))
       row.residual.push_back(from_bits(entry, field + ".residual"));
     if (row.computed.size() != row.sequence.size() || row.residual.size() != row.sequence.size())
-      refuse(field, fmt::format("has {} sequence, {} computed and {} residual numbers; one each a part is expected",
+      refuse(field, fmt::format("has {} sequence, {} computed and {} residual numbers; one for each shard is expected",
                                 row.sequence.size(), row.computed.size(), row.residual.size()));
     row.extra = value["extra"];
     return row;
   }
 
   // Moves the tensors that a list names out of `left`.
-  std::vector<ServerState::Array> arrays(const json& list, const std::string& field, bool ours,
-                                         std::unordered_map<std::string_view, const StoredTensor*>& left) const {
-    std::vector<ServerState::Array> result;
+  std::vector<StoredArray> arrays(const json& list, const std::string& field, bool ours,
+                                  std::unordered_map<std::string_view, const StoredTensor*>& left) const {
+    std::vector<StoredArray> result;
     for (const json& entry : array(list, field)) {
       const std::string name = text(entry, field);
       const auto at = left.find(name);
@@ -267,8 +247,8 @@ bool exists(const std::string& path) {
 void save_state(const std::string& path, const ServerState& state, const WriteHook& hook) {
   const std::string text = state_text(path, state);
   std::vector<TensorBytes> tensors;
-  const auto add = [&](const std::vector<ServerState::Array>& arrays, bool ours) {
-    for (const ServerState::Array& array : arrays) {
+  const auto add = [&](const std::vector<StoredArray>& arrays, bool ours) {
+    for (const StoredArray& array : arrays) {
       if (is_ours(array.name) != ours || array.name == kState || array.name == kCheck)
         misuse(path, "name",
                fmt::format("{} {}", shown(array.name),
@@ -287,7 +267,7 @@ void save_state(const std::string& path, const ServerState& state, const WriteHo
 
 ServerState load_state(const std::string& path) {
   const SafetensorsFile file(path);
-  const Reader reader(file);
+  const StateReader reader(file);
   reader.check_format();
   std::unordered_map<std::string_view, const StoredTensor*> left;
   for (const StoredTensor& tensor : file.tensors()) left[tensor.name] = &tensor;

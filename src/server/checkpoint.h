@@ -6,11 +6,11 @@
 //   gradwire.state           U8: a JSON text with the step, the signature, the workers' table and which name is what
 //   gradwire.check           U8 [8]: XXH3_64 of the whole file before it
 //
-// Numbers of the ledger are stored as the 16 hex digits of their bits: any double comes back as it was. __metadata__
-// says the format, its version and the step to whoever looks.
+// Numbers of the ledger are stored as the 16 hex digits of their bits, so that any double is loaded as it was saved.
+// __metadata__ has the format, its version and the step, for people and other programs.
 //
 // From the first save on, the path holds a whole file at every instant: the last one saved. path + ".old" holds the one
-// before it, for the day when the path is damaged afterwards (a bad disk, a careless hand).
+// before it, in case the path is damaged afterwards.
 #pragma once
 
 #include <cstdint>
@@ -23,34 +23,33 @@
 
 namespace gradwire::server {
 
-inline constexpr size_t kMaxStateDepth = 64;             // nesting of the opaque JSON
 inline constexpr uint64_t kMaxStateBytes = 100'000'000;  // of the JSON text
 
 struct WorkerRow {
   std::string id;  // no two rows have the same
   std::string name;
   bool left = false;
-  // One each a part of the weights.
+  // One for each shard.
   std::vector<uint64_t> sequence;
   std::vector<double> computed;
   std::vector<double> residual;
   nlohmann::json extra;
 };
 
-struct ServerState {
-  struct Array {
-    std::string name;
-    std::vector<int64_t> shape;
-    std::vector<float> values;
-  };
+struct StoredArray {
+  std::string name;
+  std::vector<int64_t> shape;
+  std::vector<float> values;
+};
 
+struct ServerState {
   uint64_t step = 0;
   nlohmann::json signature = nlohmann::json::object();
   nlohmann::json extra;
   std::vector<WorkerRow> workers;
-  std::vector<Array> weights;  // by their own names, which do not begin with "gradwire."
-  std::vector<Array> buffers;  // likewise
-  std::vector<Array> others;   // names begin with "gradwire."
+  std::vector<StoredArray> weights;  // by their own names, which do not begin with "gradwire."
+  std::vector<StoredArray> buffers;  // likewise
+  std::vector<StoredArray> others;   // names begin with "gradwire."
 };
 
 // Error{usage} names what cannot be stored (a name of ours, a text that is not UTF-8, a number in the opaque JSON that

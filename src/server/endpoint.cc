@@ -13,9 +13,9 @@
 
 namespace gradwire::server {
 
-Address parse_address(const std::string& text, const std::string& field) {
+HostPort parse_address(const std::string& text, const std::string& field) {
   const size_t colon = text.rfind(':');
-  Address address;
+  HostPort address;
   const char* end = text.data() + text.size();
   const bool split = colon != std::string::npos && colon > 0;
   const auto number = split ? std::from_chars(text.data() + colon + 1, end, address.port)
@@ -70,7 +70,7 @@ std::string read_token(const std::string& path) {
   return "Bearer " + token;
 }
 
-void check_security(const Security& security, const Address& address) {
+void check_security(const Security& security, const HostPort& address) {
   if (security.certificate.empty() != security.key.empty())
     throw Error(ErrorKind::usage, "tls-cert and tls-key go together; one of them is missing",
                 security.key.empty() ? "tls-key" : "tls-cert");

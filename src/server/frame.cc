@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The head, little-endian:
 //
-//   0 magic "GWPS"   4 protocol u16   6 kind u8   7 verdict u8   8 part u32   12 contributors u32   16 step u64
+//   0 magic "GWPS"   4 protocol u16   6 kind u8   7 status u8   8 shard u32   12 contributors u32   16 step u64
 //   24 sequence u64   32 held u64   40 payload bytes u64   48 computed f64   56 squares f64   64 residual f64
 //   72 flags u8, 7 zeros   80 zero u64   88 check u64: XXH64 of the 88 bytes before it
 #include "server/frame.h"
@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "gradwire/error.h"
+#include "io/json.h"
 
 namespace gradwire::server {
 namespace {
@@ -35,7 +36,7 @@ T get(const std::byte* at) {
   throw Error(ErrorKind::frame, fmt::format("bad frame: {} {}", field, words), field);
 }
 
-bool known(Kind kind) {
+bool known(FrameKind kind) {
   const auto number = static_cast<uint8_t>(kind);
   return (number >= 1 && number <= 8) || (number >= 65 && number <= 68);
 }
@@ -59,8 +60,8 @@ std::array<std::byte, kFrameHead> write_head(const Frame& frame, size_t payload_
   put(at, kFrameMagic);
   put(at + 4, kProtocol);
   put(at + 6, frame.kind);
-  put(at + 7, frame.verdict);
-  put(at + 8, frame.part);
+  put(at + 7, frame.status);
+  put(at + 8, frame.shard);
   put(at + 12, frame.contributors);
   put(at + 16, frame.step);
   put(at + 24, frame.sequence);
@@ -83,9 +84,9 @@ Frame read_frame_head(std::span<const std::byte> bytes, size_t payload_bytes) {
     refuse("protocol", fmt::format("is {}; this program speaks {}", protocol, kProtocol));
   if (get<uint64_t>(at + 88) != XXH64(at, 88, 0)) refuse("check", "does not match: the head was altered");
   Frame frame;
-  frame.kind = get<Kind>(at + 6);
-  frame.verdict = get<Verdict>(at + 7);
-  frame.part = get<uint32_t>(at + 8);
+  frame.kind = get<FrameKind>(at + 6);
+  frame.status = get<UpdateStatus>(at + 7);
+  frame.shard = get<uint32_t>(at + 8);
   frame.contributors = get<uint32_t>(at + 12);
   frame.step = get<uint64_t>(at + 16);
   frame.sequence = get<uint64_t>(at + 24);
@@ -93,9 +94,10 @@ Frame read_frame_head(std::span<const std::byte> bytes, size_t payload_bytes) {
   frame.tally = {get<double>(at + 48), get<double>(at + 56), get<double>(at + 64)};
   frame.flags = get<uint8_t>(at + 72);
   if (!known(frame.kind)) refuse("kind", fmt::format("is {}, which is unknown", static_cast<int>(frame.kind)));
-  if (frame.verdict > Verdict::corrupt)
-    refuse("verdict", fmt::format("is {}, which is unknown", static_cast<int>(frame.verdict)));
-  if (frame.flags > (kQuiet | kWhole | kKeeper)) refuse("flags", fmt::format("are {}, which are unknown", frame.flags));
+  if (frame.status > UpdateStatus::corrupt)
+    refuse("status", fmt::format("is {}, which is unknown", static_cast<int>(frame.status)));
+  if (frame.flags > (kQuiet | kWhole | kBufferOwner))
+    refuse("flags", fmt::format("are {}, which are unknown", frame.flags));
   if (const auto said = get<uint64_t>(at + 40); said != payload_bytes)
     refuse("payload", fmt::format("has {} bytes; the head says {}", payload_bytes, said));
   if (!std::isfinite(frame.tally.computed) || !std::isfinite(frame.tally.squares) ||
@@ -106,8 +108,9 @@ Frame read_frame_head(std::span<const std::byte> bytes, size_t payload_bytes) {
 
 nlohmann::json read_text(std::span<const std::byte> payload) {
   if (payload.size() > kMaxText) refuse("text", fmt::format("has {} bytes; allowed are {}", payload.size(), kMaxText));
-  const char* first = reinterpret_cast<const char*>(payload.data());
-  nlohmann::json text = nlohmann::json::parse(first, first + payload.size(), nullptr, false);
+  std::string error;
+  nlohmann::json text = parse_bounded({reinterpret_cast<const char*>(payload.data()), payload.size()}, error);
+  if (!error.empty()) refuse("text", error);
   if (!text.is_object()) refuse("text", "is not a JSON object");
   return text;
 }

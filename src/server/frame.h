@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a worker and the parameter server say to each other: frames, each a head of 96 bytes and a payload, which is a
 // message of the wire format (docs/wire-format.md) or a JSON text. docs/server.md has the protocol in words. The
-// transport keeps frames whole and in order; who reads one treats it as hostile.
+// transport keeps frames whole and in order; every reader treats them as hostile.
 #pragma once
 
 #include <array>
@@ -17,47 +17,47 @@ namespace gradwire::server {
 
 inline constexpr uint16_t kProtocol = 1;
 inline constexpr size_t kFrameHead = 96;
-inline constexpr size_t kMaxFrame = size_t{64} << 20;  // bytes; parts are cut so that no message comes near it
+inline constexpr size_t kMaxFrame = size_t{64} << 20;  // bytes; shards are small enough that no message comes near it
 inline constexpr size_t kMaxText = size_t{16} << 20;
 inline constexpr uint64_t kNone = ~uint64_t{0};
 inline constexpr uint64_t kMaxAhead = uint64_t{1} << 20;  // steps that a worker may be ahead of a restarted server
 
 // The numbers are the protocol.
-enum class Kind : uint8_t {
+enum class FrameKind : uint8_t {
   // from a worker
-  hello = 1,    // text: who it is, what it trains
-  initial = 2,  // part: the first weights, if the server has none
-  update = 3,   // part, step it was computed at, sequence, tallies: a compressed update
-  pull = 4,  // part, step: weights of that step or a later one are wanted, and no update for an earlier one will come
-  handover = 5,  // part, sequence, tallies: what a leaving worker still owes, by fp32
-  buffers = 6,   // by fp32: what the model keeps beside its parameters
+  hello = 1,     // text: id, name and signature
+  initial = 2,   // shard: the first weights, if the server has none
+  update = 3,    // shard, step it was computed at, sequence, tally: a compressed update
+  pull = 4,      // shard, step: weights of that step or a later one are wanted; no update will come for an earlier one
+  residual = 5,  // shard, sequence, tally: the residual of a worker that leaves, in fp32
+  buffers = 6,   // what the model keeps beside its parameters, in fp32
   report = 7,    // text: loss and the like, for people
-  goodbye = 8,
+  goodbye = 8,   // nothing more will come; answered by a notice when the residual is on disk
   // from the server
   welcome = 65,  // text: what a worker needs to begin or to go on
-  weights = 66,  // part, step: answers update, pull, initial and handover
+  weights = 66,  // shard, step: answers update, pull and residual
   durable = 67,  // text: what is on disk
   notice = 68,   // text: the server goes away, and will be back
 };
 
 // What became of an update. Only `applied` and `again` mean that it counts.
-enum class Verdict : uint8_t {
+enum class UpdateStatus : uint8_t {
   none = 0,
   applied = 1,
   again = 2,    // it had been applied before
   late = 3,     // its step is over, or it is too stale: it goes back to the worker's residual
-  early = 4,    // its step has not come here: a server that was restarted has to be brought up first
-  corrupt = 5,  // it cannot be read, or holds what is not finite: back to the residual
+  early = 4,    // its step has not come here: workers have to bring a restarted server to it first
+  corrupt = 5,  // it cannot be read, or is not finite: it goes back to the worker's residual
 };
 
 enum Flag : uint8_t {
-  kQuiet = 1,   // worker: no weights, please, only the verdict
-  kWhole = 2,   // server: the payload is all weights by fp32, not what the down codec sends
-  kKeeper = 4,  // server: this worker is the one whose buffers are kept
+  kQuiet = 1,        // from a worker: only the status is wanted, no weights
+  kWhole = 2,        // from the server: the payload is all weights in fp32, not what the down codec sends
+  kBufferOwner = 4,  // from the server: this worker is the one whose buffers are kept
 };
 
-// What a worker has computed and what of it has not been applied, of one part, since it first joined. Numbers that any
-// linear bookkeeping can be checked with: see ledger.h.
+// What a worker has computed for one shard since it first joined, and what of it has not been applied: numbers with
+// which any linear bookkeeping can be checked (ledger.h).
 struct Tally {
   double computed = 0, squares = 0, residual = 0;
   Tally& operator+=(const Tally& other) {
@@ -69,14 +69,14 @@ struct Tally {
 };
 
 struct Frame {
-  Kind kind = Kind::notice;
-  Verdict verdict = Verdict::none;
+  FrameKind kind = FrameKind::notice;
+  UpdateStatus status = UpdateStatus::none;  // of the update that is answered
   uint8_t flags = 0;
-  uint32_t part = 0;
+  uint32_t shard = 0;
   uint32_t contributors = 0;  // of the step that made these weights
   uint64_t step = 0;
   uint64_t sequence = 0;  // of the update that is sent or answered
-  uint64_t held = kNone;  // worker: the step of the weights it holds of this part. Server: the step on disk
+  uint64_t held = kNone;  // worker: the step of the weights it holds of this shard. Server: the step on disk
   Tally tally = {};
 };
 

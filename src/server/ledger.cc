@@ -11,7 +11,8 @@ namespace {
 
 constexpr size_t kRow = 1024;
 
-// Signs of the elements of a row, as sign bits; every row then has a sign of its own, which makes them unlike each other.
+// Signs of the elements of a row, as sign bits; every row then has a sign of its own, which makes them unlike each
+// other.
 struct Signs {
   uint32_t bit[kRow];
   Signs() {

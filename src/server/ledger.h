@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ledger says whether everything that workers computed is somewhere:
+// The ledger shows whether everything that workers computed is accounted for:
 //
 //     computed = applied to the weights + held back by workers (residuals) + lost with workers that were killed
 //
-// It cannot keep every element, so it keeps one number of each tensor: the sum of its elements with signs that look
-// random (a function of name and index). The sum is linear, as everything on the way of an update is, so the equation
-// must hold for it. An update that is dropped or counted twice shifts it by about the root of the update's sum of
-// squares, in expectation; `squares` collects these of all that was computed, so sqrt(squares) is the scale to judge a
-// difference by. What f32 rounding does to it is of the order of 1e-7 of that.
+// It cannot keep every element, so it keeps one number for each tensor: the sum of its elements with pseudorandom
+// signs, which are a function of the name and the index. The sum is linear, and so is everything that happens to an
+// update, so the equation must hold for the sums. An update that is dropped or counted twice shifts them, in
+// expectation, by the root of the update's sum of squares. `squares` is the sum of squares of everything that was
+// computed, so sqrt(squares) is the scale by which a difference is judged. The rounding of f32 is of the order of 1e-7
+// of it.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +17,7 @@
 
 namespace gradwire::server {
 
-// Sum of +-x[i], with the signs of element `first` on, a multiple of 1024. Double, in a fixed order.
+// The sum of +-x[i]; the signs are those from element `first` on, a multiple of 1024. Added in a fixed order.
 double signed_sum(std::span<const float> values, uint64_t name_hash, uint64_t first);
 double square_sum(std::span<const float> values);
 
@@ -24,7 +25,7 @@ struct Ledger {
   double computed = 0, applied = 0, held = 0, lost = 0, squares = 0;
 
   double difference() const { return computed - applied - held - lost; }
-  // What a difference is judged by: sqrt(squares), or what was computed where that is more, as when all updates point one way.
+  // The scale of a difference: sqrt(squares), or |computed| where that is more, as when all updates point one way.
   double magnitude() const;
   double relative() const;  // |difference| / magnitude; 0 while nothing was computed
 };

@@ -20,8 +20,8 @@ class Link {
  public:
   virtual ~Link() = default;
   virtual void send(const Frame& frame, const Blob& payload) = 0;  // enqueues; payload may be null
-  // False when nothing came within `patience`. Throws LinkLost, or Error where trying again is of no use: the server said
-  // why it will not have this worker.
+  // False when nothing came within `patience`. Throws LinkLost, or Error where another attempt is of no use: the server
+  // has said why it refuses this worker.
   virtual bool receive(Frame& frame, Blob& payload, std::chrono::milliseconds patience) = 0;
 };
 

@@ -13,10 +13,10 @@ namespace gradwire::server {
 namespace {
 
 constexpr size_t kMaxName = 1024;
-constexpr uint64_t kMaxUncut = 15'000'000;  // elements; by fp32 that is just below kMaxFrame
+constexpr uint64_t kMaxIndivisible = 15'000'000;  // elements; by fp32 that is just below kMaxFrame
 
-// A codec whose unit is the whole tensor cannot be cut.
-bool uncut(const Variable& one, const Rules& up, const Rules& down) {
+// A tensor with a codec whose unit is the whole tensor cannot be divided.
+bool indivisible(const Variable& one, const Rules& up, const Rules& down) {
   const int dimensions = static_cast<int>(one.shape.size());
   return up.codec_for(one.name, dimensions, one.count()).traits().unit == 0 ||
          down.codec_for(one.name, dimensions, one.count()).traits().unit == 0;
@@ -51,7 +51,8 @@ std::vector<Variable> variables_of(const nlohmann::json& text, const char* field
     if (entry[1].size() > 16) refuse(fmt::format("'{}' has {} dimensions; allowed are 16", one.name, entry[1].size()));
     for (const nlohmann::json& size : entry[1]) {
       if (!size.is_number_unsigned() || size.get<uint64_t>() > uint64_t{1} << 40)
-        refuse(fmt::format("'{}': a size is {}; allowed is 0 to 2^40", one.name, size.dump()));
+        refuse(fmt::format("'{}': a size is {}; allowed is 0 to 2^40", one.name,
+                           size.is_structured() ? size.type_name() : size.dump()));
       const uint64_t length = size.get<uint64_t>();
       if (length > 0 && count > (uint64_t{1} << 40) / length)
         refuse(fmt::format("'{}' has more than 2^40 elements", one.name));
@@ -97,17 +98,17 @@ uint64_t Signature::elements() const {
   return sum;
 }
 
-uint64_t Cut::elements() const {
+uint64_t ShardLayout::elements() const {
   uint64_t sum = 0;
-  for (const Piece& piece : pieces) sum += piece.count;
+  for (const ParameterRange& range : ranges) sum += range.count;
   return sum;
 }
 
-std::vector<float> Cut::gather(std::span<const std::span<const float>> parameters) const {
+std::vector<float> ShardLayout::gather(std::span<const std::span<const float>> parameters) const {
   std::vector<float> values;
   values.reserve(elements());
-  for (const Piece& piece : pieces) {
-    const std::span<const float> from = parameters[piece.parameter].subspan(piece.first, piece.count);
+  for (const ParameterRange& range : ranges) {
+    const std::span<const float> from = parameters[range.parameter].subspan(range.first, range.count);
     values.insert(values.end(), from.begin(), from.end());
   }
   return values;
@@ -161,7 +162,7 @@ std::string Signature::difference(const Signature& other) const {
   return {};
 }
 
-void check_limits(const Signature& signature, const Limits& limits) {
+void check_limits(const Signature& signature, const ModelLimits& limits) {
   const uint64_t tensors = signature.parameters.size() + signature.buffers.size();
   if (tensors > limits.max_tensors)
     throw Error(ErrorKind::usage,
@@ -176,61 +177,70 @@ void check_limits(const Signature& signature, const Limits& limits) {
             fmt::format("the model has more than {} elements, which is what this server takes", limits.max_elements),
             "elements");
     }
-  // What cannot be cut travels in one frame.
+  // What cannot be divided travels in one frame.
   const Rules up = Rules::parse(signature.up), down = Rules::parse(signature.down);
   for (const Variable& one : signature.parameters)
-    if (uncut(one, up, down) && one.count() > kMaxUncut)
+    if (indivisible(one, up, down) && one.count() > kMaxIndivisible)
       throw Error(ErrorKind::usage,
                   fmt::format("'{}' has {} elements, and a codec that works on whole tensors; with one, at most {} go",
-                              one.name, one.count(), kMaxUncut),
+                              one.name, one.count(), kMaxIndivisible),
                   "elements");
   uint64_t buffers = 0;
   for (const Variable& one : signature.buffers) buffers += one.count();
-  if (buffers > kMaxUncut)
-    throw Error(ErrorKind::usage, fmt::format("the buffers have {} elements; at most {} go", buffers, kMaxUncut),
+  if (buffers > kMaxIndivisible)
+    throw Error(ErrorKind::usage, fmt::format("the buffers have {} elements; at most {} go", buffers, kMaxIndivisible),
                 "elements");
 }
 
-std::vector<Cut> cut_parts(const Signature& signature, uint64_t part_elements) {
+std::vector<ShardLayout> shard_layouts(const Signature& signature, uint64_t shard_elements) {
   const Rules up = Rules::parse(signature.up), down = Rules::parse(signature.down);
-  std::vector<Cut> parts;
-  Cut open{Role::weights, {}};
+  std::vector<ShardLayout> shards;
+  ShardLayout open{ShardRole::weights, {}};
+  uint64_t elements = 0;  // of the open one
+  const auto add = [&](ParameterRange range) {
+    open.ranges.push_back(range);
+    elements += range.count;
+  };
   const auto close = [&] {
-    if (!open.pieces.empty()) parts.push_back(std::move(open));
-    open = {Role::weights, {}};
+    if (!open.ranges.empty()) shards.push_back(std::move(open));
+    open = {ShardRole::weights, {}};
+    elements = 0;
   };
   for (size_t i = 0; i < signature.parameters.size(); ++i) {
     const Variable& one = signature.parameters[i];
     const uint64_t count = one.count();
-    if (open.elements() + count > part_elements) close();
-    if (uncut(one, up, down) || count <= part_elements) {
-      open.pieces.push_back({i, 0, count});
+    if (elements + count > shard_elements) close();
+    if (indivisible(one, up, down) || count <= shard_elements) {
+      add({i, 0, count});
       continue;
     }
-    const uint64_t step = std::max(part_elements / kPieceGrain, uint64_t{1}) * kPieceGrain;
+    // The units of codecs must not straddle shards: ranges begin at multiples that every codec can live with.
+    const uint64_t step = std::max(shard_elements / kPieceGrain, uint64_t{1}) * kPieceGrain;
     for (uint64_t first = 0; first < count; first += step) {
-      open.pieces.push_back({i, first, std::min(step, count - first)});
+      add({i, first, std::min(step, count - first)});
       if (first + step < count) close();
     }
   }
   close();
   if (signature.pools)
-    for (size_t i = 0, weights = parts.size(); i < weights; ++i) parts.push_back({Role::pool, parts[i].pieces});
-  return parts;
+    for (size_t i = 0, weights = shards.size(); i < weights; ++i) shards.push_back({ShardRole::pool, shards[i].ranges});
+  return shards;
 }
 
-std::vector<TensorSpec> specs_of(const Signature& signature, const Cut& cut, Way way) {
-  const Rules rules = Rules::parse(cut.role == Role::pool ? "fp32" : way == Way::up ? signature.up : signature.down);
+std::vector<TensorSpec> specs_of(const Signature& signature, const ShardLayout& layout, ShardMessage message) {
+  const Rules rules = Rules::parse(layout.role == ShardRole::pool ? "fp32"
+                                   : message == ShardMessage::up  ? signature.up
+                                                                  : signature.down);
   std::vector<TensorSpec> specs;
-  for (const Piece& piece : cut.pieces) {
-    const Variable& one = signature.parameters[piece.parameter];
+  for (const ParameterRange& range : layout.ranges) {
+    const Variable& one = signature.parameters[range.parameter];
     specs.push_back({.name = one.name,
-                     .count = piece.count,
+                     .count = range.count,
                      .dtype = DType::f32,
-                     .codec = way == Way::whole
+                     .codec = message == ShardMessage::whole
                                   ? Codec()
                                   : rules.codec_for(one.name, static_cast<int>(one.shape.size()), one.count()),
-                     .first = piece.first});
+                     .first = range.first});
   }
   return specs;
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What all workers of a server must agree on: names and shapes of the parameters and buffers, and how they travel. The
-// first worker (or a checkpoint) brings it; a joiner with another one is told the first difference. The cut into parts
-// follows from it alone, so both sides know it without sending it.
+// first worker (or a checkpoint) brings it; a joiner with another one is told the first difference. The shards
+// follow from it and from their size alone, so both sides know them without sending them.
 //
-// A part is what moves, closes, is acknowledged and saved as one: some whole tensors, or a stretch of a large one.
-// Parts are independent of each other, so one goes down while the next comes up.
+// A shard is what moves, closes, is acknowledged and saved as one: some whole tensors, or a range of a large one.
+// Shards are independent of each other, so one goes down while the next comes up.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "gradwire/feedback.h"
 #include "gradwire/plan.h"
+#include "gradwire/rules.h"
 
 namespace gradwire::server {
 
@@ -27,9 +27,9 @@ struct Variable {
 struct Signature {
   std::vector<Variable> parameters, buffers;
   std::string up = "loggrid:k=2", down = "unigrid:bits=8";  // specs or rules
-  bool sends_updates = false;  // down go quantised changes of the weights, with feedback, instead of quantised weights
-  bool pools = false;          // workers share their second moment
-  uint64_t seed = 0;           // of random rounding on the way down; the first worker's counts
+  bool sends_updates = false;  // the server sends quantised changes, with error feedback, instead of quantised weights
+  bool pools = false;          // workers share their second moments
+  uint64_t seed = 0;           // of random rounding on the way down; the one of the first worker is used
   std::string model;           // for people
 
   nlohmann::json json() const;
@@ -39,32 +39,33 @@ struct Signature {
   uint64_t elements() const;
 };
 
-struct Limits {
+struct ModelLimits {
   uint64_t max_elements = uint64_t{1} << 33;
   uint64_t max_tensors = 100000;
 };
-void check_limits(const Signature& signature, const Limits& limits);  // Error{usage, "elements" | "tensors"}
+void check_limits(const Signature& signature, const ModelLimits& limits);  // Error{usage, "elements" | "tensors"}
 
-// A stretch of a parameter.
-struct Piece {
+// Some consecutive elements of a parameter.
+struct ParameterRange {
   size_t parameter;
   uint64_t first, count;
 };
 
-enum class Role : uint8_t { weights, pool };
+enum class ShardRole : uint8_t { weights, pool };
 
-struct Cut {
-  Role role;
-  std::vector<Piece> pieces;
+struct ShardLayout {
+  ShardRole role;
+  std::vector<ParameterRange> ranges;
   uint64_t elements() const;
-  std::vector<float> gather(std::span<const std::span<const float>> parameters) const;  // its pieces, one after another
+  std::vector<float> gather(std::span<const std::span<const float>> parameters) const;  // its ranges, one after another
 };
 
-// First the parts of the weights, then, if workers pool their second moments, those of the pool, cut alike.
-std::vector<Cut> cut_parts(const Signature& signature, uint64_t part_elements = uint64_t{1} << 20);
+// First the shards of the weights, then, if workers pool their second moments, those of the pool, with the same ranges.
+std::vector<ShardLayout> shard_layouts(const Signature& signature, uint64_t shard_elements = uint64_t{1} << 20);
 
-enum class Way { up, down, whole };  // whole: fp32
-std::vector<TensorSpec> specs_of(const Signature& signature, const Cut& cut, Way way);
+// What a message of a shard is for: an update, the answer to it, or all weights in fp32.
+enum class ShardMessage { up, down, whole };
+std::vector<TensorSpec> specs_of(const Signature& signature, const ShardLayout& layout, ShardMessage message);
 std::vector<TensorSpec> buffer_specs(const Signature& signature);  // by fp32
 
 }  // namespace gradwire::server

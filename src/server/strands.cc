@@ -41,7 +41,7 @@ void Strands::run() {
     strands_[index].waiting.pop_front();
     lock.unlock();
     work();
-    work = nullptr;  // what it holds may be the last of something that posts when it goes
+    work = nullptr;  // not under the lock: it may own the last reference to an object that posts when it is destroyed
     lock.lock();
     if (strands_[index].waiting.empty()) {
       strands_[index].busy = false;

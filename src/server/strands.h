@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads that share many strands of work. What is posted to one strand runs in order and never twice at once, so what
-// belongs to a strand needs no lock; different strands run side by side.
+// Threads that share many strands of work. Work that is posted to one strand runs in order, one piece at a time, so
+// data that belongs to a strand needs no lock; different strands run in parallel.
 #pragma once
 
 #include <condition_variable>
@@ -17,7 +17,7 @@ class Strands {
  public:
   Strands(int threads, size_t strands);
   ~Strands() { stop(); }
-  void stop();  // what runs ends, what waits is dropped, what is posted from now on too
+  void stop();  // waits for work that runs; drops work that waits, and work that is posted from now on
   void post(size_t strand, std::function<void()> work);
 
  private:

@@ -72,6 +72,7 @@ Exchange::Exchange(Engine& engine, std::vector<NamedParameter> parameters, const
     std::vector<NamedTensor> tensors;
     for (size_t i : bucket->parameters) tensors.push_back(describe(parameters_[i]));
     ReduceOptions own = options_;
+    own.commit = ReduceOptions::Commit::manual;  // all buckets of a step are decided together
     if (stream_) {
       bucket->stream = new_stream(stream_->device());
       own.device.stream = bucket->stream->native_handle();
@@ -162,14 +163,13 @@ std::vector<torch::Tensor> Exchange::exact_means(Engine& engine, uint64_t step) 
   }
   Reducer reducer(engine, tensors, options);
   reducer.run(step, in, out, static_cast<float>(loss_scale_));
-  reducer.commit(step);
   return means;
 }
 
 double Exchange::bits() const {
   uint64_t bytes = 0;
   for (const auto& bucket : buckets_) {
-    const std::vector<Codec> codecs = bucket->reducer->codecs(Side::up);
+    const std::vector<Codec> codecs = bucket->reducer->codecs(Direction::up);
     for (size_t k = 0; k < codecs.size(); ++k)
       bytes += codecs[k].bytes(static_cast<uint64_t>(parameters_[bucket->parameters[k]].tensor.numel()));
   }
@@ -207,15 +207,16 @@ std::vector<ErrorFeedback*> Exchange::residuals() {
 std::vector<Exchange::Learned> Exchange::learned() const {
   std::vector<Learned> all;
   const bool scatter = options_.method == ReduceOptions::Method::scatter;
-  for (Side side : {Side::up, Side::down}) {
-    if (side == Side::down && !scatter) break;
+  for (Direction direction : {Direction::up, Direction::down}) {
+    if (direction == Direction::down && !scatter) break;
     for (const auto& bucket : buckets_) {
-      const std::vector<Codec> codecs = bucket->reducer->codecs(side);
+      const std::vector<Codec> codecs = bucket->reducer->codecs(direction);
       for (size_t k = 0; k < codecs.size(); ++k) {
         if (codecs[k].table().empty()) continue;
-        auto known = std::find_if(all.begin(), all.end(),
-                                  [&](const Learned& one) { return one.side == side && one.codec == codecs[k]; });
-        if (known == all.end()) known = all.insert(all.end(), Learned{side, codecs[k], {}});
+        auto known = std::find_if(all.begin(), all.end(), [&](const Learned& one) {
+          return one.direction == direction && one.codec == codecs[k];
+        });
+        if (known == all.end()) known = all.insert(all.end(), Learned{direction, codecs[k], {}});
         known->tensors.push_back(parameters_[bucket->parameters[k]].name);
       }
     }

@@ -52,7 +52,7 @@ class Exchange {
   std::vector<ErrorFeedback*> residuals();  // one per bucket
 
   struct Learned {
-    Side side;
+    Direction direction;
     Codec codec;
     std::vector<std::string> tensors;
   };

@@ -10,8 +10,6 @@
 namespace gradwire::train {
 namespace {
 
-constexpr uint32_t kDown = 1;  // Stamp::stage
-
 bool finite(std::span<const float> values) {
   uint32_t largest = 0;
   for (const float value : values) largest = std::max(largest, float_bits(value) & 0x7fffffffu);
@@ -32,6 +30,7 @@ MeanUpdates::MeanUpdates(Engine& engine, std::vector<NamedTensor> tensors, Reduc
     : engine_(engine.split(0)), tensors_(std::move(tensors)), options_(std::move(options)), timer_(options_.device) {
   engine_->set_timeout(timeout);
   GW_CHECK(options_.device.kind == Device::Kind::cpu);
+  if (options_.method == ReduceOptions::Method::gather) options_.down.clear();  // `down` is for the weights
   reducer_ = std::make_unique<Reducer>(*engine_, tensors_, options_);
   weights_ = make_arrays();
   means_ = make_arrays();
@@ -72,12 +71,10 @@ StepResult MeanUpdates::exchange(uint64_t step, std::span<const float* const> up
   reducer_->set_rate(report.rate);
   const std::vector<const void*> in(updates.begin(), updates.end());
   reducer_->run(step, in, pointers<void>(means_));
-  // All workers see the same means, so all of them decide alike.
+  // The reducer has committed the step by the same rule. All workers see the same means, so all decide alike.
   if (!std::all_of(means_.begin(), means_.end(), [](const auto& mean) { return finite(mean); })) {
-    reducer_->rollback(step);
     return {.next = step + 1, .applied = false};
   }
-  reducer_->commit(step);
   {
     const ScopedTimer scope = timer_.decode();
     for (size_t i = 0; i < tensors_.size(); ++i)
@@ -92,7 +89,8 @@ void MeanUpdates::send_down(uint64_t step, std::span<float* const> weights) {
     for (size_t i = 0; i < tensors_.size(); ++i) std::copy(weights_[i].begin(), weights_[i].end(), weights[i]);
     return;
   }
-  const Stamp stamp{.seed = options_.seed, .step = step, .stage = kDown, .rank = 0, .world = 1};
+  const Stamp stamp{
+      .seed = options_.seed, .step = step, .stage = static_cast<uint32_t>(Direction::down), .rank = 0, .world = 1};
   {
     const ScopedTimer scope = timer_.encode();
     runner_->encode(pointers<const void>(weights_), stamp, message_);
@@ -113,11 +111,10 @@ void MeanUpdates::pool(uint64_t step, std::span<float* const> second) {
   const std::vector<const void*> in(second.begin(), second.end());
   const std::vector<void*> out(second.begin(), second.end());
   second_->run(step, in, out);
-  second_->commit(step);
 }
 
 double MeanUpdates::bits() const {
-  const std::vector<Codec> codecs = reducer_->codecs(Side::up);
+  const std::vector<Codec> codecs = reducer_->codecs(Direction::up);
   uint64_t bytes = 0, elements = 0;
   for (size_t i = 0; i < codecs.size(); ++i) {
     bytes += codecs[i].bytes(tensors_[i].count);

@@ -180,7 +180,7 @@ nlohmann::json Worker::learned() const {
   nlohmann::json list = nlohmann::json::array();
   for (const Exchange::Learned& one : descent_->learned()) {
     nlohmann::json entry = {{"step", step_},
-                            {"side", one.side == Side::up ? "up" : "down"},
+                            {"side", one.direction == Direction::up ? "up" : "down"},
                             {"codec", one.codec.str()},
                             {"tensors", one.tensors},
                             {"lines", one.codec.describe()}};

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """README.md's examples are run, as they stand.
 
-A fenced block runs when the line `<!-- run -->` stands right above its fence; `<!-- run: program -->` only where the build has that program. Marked blocks run in the order of the
-page and in one scratch folder, so a later one may use the files of an earlier one. `build` is there, `gradwire` is on the path, python3 has numpy.
+A fenced block runs when the line `<!-- run -->` is right above its fence; with `<!-- run: program -->` it runs only
+where the build has that program. Marked blocks run in the order of the page and in one scratch folder, so a later one may use
+the files of an earlier one. The folder has a link `build`, `gradwire` is on the path, and python3 has numpy.
 
   ```cpp       one whole program: built against the installed package as main.cc, then run in the scratch folder
   ```cmake     the CMakeLists.txt of every ```cpp block; without one, that of tests/install/consumer is taken
@@ -31,7 +32,8 @@ BLOCK = re.compile(r"^<!-- run(?:: ([\w-]+))? -->\n```(\w*)\n(.*?)^```$", re.MUL
 
 def marked_blocks():
     text = README.read_text()
-    assert len(re.findall("^<!-- run", text, re.MULTILINE)) == len(BLOCK.findall(text)), "a `<!-- run -->` stands above no fence"
+    marks = len(re.findall("^<!-- run", text, re.MULTILINE))
+    assert marks == len(BLOCK.findall(text)), "a `<!-- run -->` has no fence below it"
     return [(text.count("\n", 0, m.start()) + 3, m[2], m[3]) for m in BLOCK.finditer(text)
             if not m[1] or (BUILD / "bin" / m[1]).exists()]
 
@@ -63,7 +65,8 @@ def prefix(tmp_path_factory):
 
 
 def run_cpp(program, cwd, prefix, folder):
-    project = [body for _, kind, body in BLOCKS if kind == "cmake"] or [(TESTS / "install/CMakeLists.txt").read_text()]
+    consumer = TESTS / "install/consumer/CMakeLists.txt"
+    project = [body for _, kind, body in BLOCKS if kind == "cmake"] or [consumer.read_text()]
     (folder / "main.cc").write_text(program)
     (folder / "CMakeLists.txt").write_text(project[0])
     target = re.search(r"add_executable\((\w+)", project[0])[1]

@@ -97,6 +97,39 @@ def test_csv_keeps_any_text_and_leaves_what_is_not_a_number_empty(tmp_path):
 # Numbers -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("collective, engine, sent_with_fp32", [
+    ("gather", "loopback", 3),         # every worker sends its whole gradient to the three others
+    ("scatter", "loopback", 2 * 3 / 4),  # a quarter of it to each of the others, twice
+    ("scatter", "server", 1),          # all of it to the server
+])
+def test_ratio_is_what_fp32_would_send_over_what_was_sent(tmp_path, collective, engine, sent_with_fp32):
+    run = record("qsgd:bits=4", collective=collective, engine=engine)
+    report(save(tmp_path, [run]))
+    last = run["epochs"][-1]
+    expected = sent_with_fp32 * 4 * run["parameters"] * last["step"] / last["bytes_sent"]
+    assert series_of(tmp_path, "qsgd:bits=4")["ratio"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_ratio_of_a_run_that_sent_nothing_is_left_open(tmp_path):
+    run = record("fp32", workers=1)
+    for epoch in run["epochs"]:
+        epoch["bytes_sent"] = 0
+    table, _ = report(save(tmp_path, [run]))
+    assert series_of(tmp_path, "fp32")["ratio"] is None and "inf" not in table and "nan" not in table
+
+
+def test_bits_that_alternate_are_drawn_as_their_mean_over_steps_and_end_without_a_jump(tmp_path):
+    run = record("dqsgd:budget=4.5")
+    # 451 changes: 4 bits for three steps, then 5 bits for one, and so on.
+    run["bits_over_time"] = [[4 * (k // 2) + 3 * (k % 2), 4.0 + k % 2] for k in range(451)]
+    report(save(tmp_path, [run]))
+    series = series_of(tmp_path, "dqsgd:budget=4.5")
+    drawn = [bits for _, bits in series["bits_over_time"]]
+    assert len(drawn) == 100 and (series["bits_least"], series["bits_most"]) == (4, 5)
+    # A bin has 9 or 10 steps, of which 2 or 3 have 5 bits: between 4 + 2 / 10 and 4 + 3 / 9.
+    assert all(4.2 - 1e-9 <= bits <= 4.34 for bits in drawn)
+
+
 def test_statistics_are_over_seeds_and_differences_paired_by_seed(tmp_path):
     runs = [record(codec, seed) for codec in ("fp32", "casq:bits=2") for seed in (1, 2, 3)] + [record("casq:bits=2", 9)]
     report(save(tmp_path, runs))

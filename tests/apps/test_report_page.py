@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """report.html in a real browser without a network: what is drawn, what the keyboard can do, light and dark, wide and
-narrow, and names that try to be markup. Every test also fails if the browser had anything to complain about or asked for anything.
+narrow, and names that try to be markup. Every test also fails if the browser reported an error or requested anything.
 
 Needs Chromium, its driver and selenium (tools/setup.sh has them); the test is skipped without.
 """
@@ -49,8 +49,10 @@ class Page(BrowserPage):
             """
             const chart = Chart.getChart(document.querySelector("#figure-" + arguments[0] + " canvas"));
             const lines = [];
-            for (const set of chart.data.datasets) if (!set.band) lines.push([set.label, set.data.map((p) => typeof p === "number" ? p : [p.x, p.y])]);
-            return {type: chart.config.type, lines, bands: chart.data.datasets.filter((set) => set.band).length, labels: chart.data.labels,
+            for (const set of chart.data.datasets)
+              if (!set.band) lines.push([set.label, set.data.map((p) => typeof p === "number" ? p : [p.x, p.y])]);
+            return {type: chart.config.type, lines, labels: chart.data.labels,
+                    bands: chart.data.datasets.filter((set) => set.band).length,
                     tick: chart.options.scales.x.ticks.color};""",
             name,
         )
@@ -104,7 +106,11 @@ def test_every_chart_is_drawn(page):
             const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
             const colours = new Set();
             let inked = 0;
-            for (let i = 0; i < data.length; i += 4) if (data[i + 3] > 0) { ++inked; colours.add(data[i] << 16 | data[i + 1] << 8 | data[i + 2]); }
+            for (let i = 0; i < data.length; i += 4) {
+              if (data[i + 3] === 0) continue;
+              ++inked;
+              colours.add(data[i] << 16 | data[i + 1] << 8 | data[i + 2]);
+            }
             return [inked, colours.size];""",
             name,
         )
@@ -154,7 +160,7 @@ def test_the_link_changes_the_projected_times(page):
         assert words in page.run(
             "return document.querySelector('#figure-time canvas').getAttribute('aria-label')"
         ).replace("\u00a0", " ")
-    assert "projection from what was measured" in page.text("section[aria-labelledby=time] p")
+    assert "These times are projected, not measured" in page.text("section[aria-labelledby=time] p")
 
 
 # Keyboard and screen reader ------------------------------------------------------------------------------------------
@@ -194,7 +200,8 @@ def test_every_chart_says_in_words_and_in_a_table_what_it_shows(page):
         role, label, rows, caption = page.run(
             """
             const figure = document.getElementById("figure-" + arguments[0]), canvas = figure.querySelector("canvas");
-            return [canvas.getAttribute("role"), canvas.getAttribute("aria-label"), figure.querySelectorAll("details tbody tr").length,
+            return [canvas.getAttribute("role"), canvas.getAttribute("aria-label"),
+                    figure.querySelectorAll("details tbody tr").length,
                     figure.querySelector("details caption").textContent];""",
             name,
         )
@@ -207,11 +214,14 @@ def test_tables_have_captions_heads_with_a_scope_and_cells_for_every_head(page):
     assert page.run("""
         return [...document.querySelectorAll("table")].filter((table) => {
           const heads = [...table.querySelectorAll("thead th")], rows = [...table.querySelectorAll("tbody tr")];
-          return !table.caption?.textContent || !heads.length || heads.some((th) => th.scope !== "col" || !th.textContent) ||
-            rows.some((row) => row.cells.length !== heads.length || row.cells[0].tagName !== "TH" || row.cells[0].scope !== "row");
+          return !table.caption?.textContent || !heads.length ||
+            heads.some((th) => th.scope !== "col" || !th.textContent) ||
+            rows.some((row) => row.cells.length !== heads.length || row.cells[0].tagName !== "TH" ||
+                               row.cells[0].scope !== "row");
         }).map((table) => table.outerHTML.slice(0, 300));""") == []
     assert page.run(
-        "return [...document.querySelectorAll('.scroll')].every((box) => box.tabIndex === 0 && box.getAttribute('aria-label'))"
+        "return [...document.querySelectorAll('.scroll')]"
+        ".every((box) => box.tabIndex === 0 && box.getAttribute('aria-label'))"
     )
     assert (
         page.run("return document.documentElement.lang") == "en"
@@ -224,7 +234,8 @@ def test_tables_have_captions_heads_with_a_scope_and_cells_for_every_head(page):
 
 def test_the_first_table_has_the_results(page):
     rows = page.run(
-        "return [...document.querySelectorAll('#headline tbody tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
+        "return [...document.querySelectorAll('#headline tbody tr')]"
+        ".map((row) => [...row.cells].map((cell) => cell.textContent))"
     )
     assert [row[0] for row in rows] == LABELS
     assert rows[0][2] == "reference" and rows[0][4] == "1.00\u00d7" and rows[0][6] == "gather"
@@ -250,7 +261,8 @@ def test_an_unfinished_codec_is_marked_as_such(show):
         ]
     )
     marked = page.run(
-        "return [...document.querySelectorAll('#headline tbody tr')].filter((row) => row.querySelector('.badge')).map((row) => row.querySelector('.code').textContent)"
+        "return [...document.querySelectorAll('#headline tbody tr')].filter((row) => row.querySelector('.badge'))"
+        ".map((row) => row.querySelector('.code').textContent)"
     )
     assert sorted(marked) == ["casq:bits=2", "qsgd:bits=4"]
     assert "2 of them" not in page.text("#summary") and "1 of them finished" in page.text("#summary")
@@ -321,24 +333,30 @@ def test_names_that_are_markup_stay_text(show):
         and HOSTILE in page.text("#tables")
     )
     page.width(360)
-    page.wait("return document.documentElement.scrollWidth <= 360")  # charts are drawn anew after the window has changed
+    page.wait("return document.documentElement.scrollWidth <= 360")  # charts are redrawn after the window has changed
 
 
 # Light, dark, narrow, paper ------------------------------------------------------------------------------------------
 
 CONTRAST = """
     const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
-    const light = (rgb) => { const [r, g, b] = rgb.slice(0, 3).map((c) => (c /= 255) <= .03928 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4);
+    const light = (rgb) => {
+      const [r, g, b] = rgb.slice(0, 3).map((c) => (c /= 255) <= .03928 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4);
       return .2126 * r + .7152 * g + .0722 * b; };
-    const behind = (element) => { for (; element; element = element.parentElement) { const rgb = parse(getComputedStyle(element).backgroundColor);
+    const behind = (element) => { for (; element; element = element.parentElement) {
+      const rgb = parse(getComputedStyle(element).backgroundColor);
       if (rgb.length < 4 || rgb[3] > 0) return rgb; } return [255, 255, 255]; };
-    const ratio = (a, b) => { const [x, y] = [light(a), light(b)].sort((m, n) => n - m); return (x + .05) / (y + .05); };
+    const ratio = (a, b) => {
+      const [x, y] = [light(a), light(b)].sort((m, n) => n - m);
+      return (x + .05) / (y + .05);
+    };
     for (const details of document.querySelectorAll("details")) details.open = true;
     const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), poor = [];
     let seen = 0;
     for (let node; node = walker.nextNode();) {
       const element = node.parentElement;
-      if (!node.data.trim() || !element.getClientRects().length || ["SCRIPT", "NOSCRIPT", "CANVAS"].includes(element.tagName)) continue;
+      if (!node.data.trim() || !element.getClientRects().length) continue;
+      if (["SCRIPT", "NOSCRIPT", "CANVAS"].includes(element.tagName)) continue;
       ++seen;
       const r = ratio(parse(getComputedStyle(element).color), behind(element));
       if (r < 4.5) poor.push([node.data.slice(0, 40), r]);
@@ -370,7 +388,8 @@ def test_the_page_never_scrolls_sideways(page, width):
     page.run("for (const details of document.querySelectorAll('details')) details.open = true;")
     page.wait(f"return document.documentElement.scrollWidth <= {width}")
     assert page.run("""
-        return [...document.body.querySelectorAll("*")].filter((element) => element.getBoundingClientRect().right > innerWidth + 1 &&
+        return [...document.body.querySelectorAll("*")].filter((element) =>
+          element.getBoundingClientRect().right > innerWidth + 1 &&
           !element.closest(".scroll, pre")).map((element) => element.outerHTML.slice(0, 200));""") == []
 
 
@@ -378,7 +397,8 @@ def test_paper_is_light_even_when_the_screen_is_dark(page):
     page.emulate("dark")
     page.wait("return getComputedStyle(document.body).backgroundColor !== 'rgb(255, 255, 255)'")
     page.run(
-        "window.seen = []; addEventListener('beforeprint', () => seen.push(Chart.getChart(document.querySelector('canvas')).data.datasets[0].borderColor));"
+        "window.seen = []; addEventListener('beforeprint', () => "
+        "seen.push(Chart.getChart(document.querySelector('canvas')).data.datasets[0].borderColor));"
     )
     paper = page.browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
     assert len(paper["data"]) > 50_000

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A place to run a plan on: the reference loop, each vector target of this processor, and a GPU where there is one. Hides
-// where memory lives, so that one test speaks for every device.
+// A place to run a plan on: the reference loop, each vector target of this processor, and a GPU where there is one.
+// Hides where memory lives, so that one test speaks for every device.
 #pragma once
 
 #include <cstring>

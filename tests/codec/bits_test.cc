@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The bit controller against the experiment it was derived from: gradient descent on F = |x|^2 / 2 with gradient noise
 // and stochastic rounding, where bits are worth more at the end, and the bounds that the two forms promise.
-#include "codec/dqsgd/bits.h"
+#include "codec/dqsgd/budget.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every codec promises, on every device that is here. The tests range over the registry: a codec that is registered is
-// tested, with its default and with each parameter at its ends and in each of its choices.
+// What every codec promises, on every device that is here. The tests range over the registry: a codec that is
+// registered is tested, with its default and with each parameter at its ends and in each of its choices.
 #include <gtest/gtest.h>
 
 #include <random>
@@ -39,7 +39,8 @@ std::string fmt_number(double value) {
   return text.str();
 }
 
-// Each parameter's ends and choices, one at a time; values that do not go with the others' defaults are left to `more`.
+// Each parameter's ends and choices, one at a time, and the specs that the codec itself names; values that do not go
+// with the others' defaults are left to those.
 std::vector<Codec> specs() {
   std::vector<Codec> all;
   const auto add = [&](const Codec& codec) {
@@ -68,15 +69,8 @@ std::vector<Codec> specs() {
       }
     }
   }
-  for (const char* more :
-       {"optquant:bits=2,mode=biased", "optquant:bits=3,mode=biased,kappa=0.125", "optquant:bits=8,bucket=64",
-        "rangefloat:bits=16,mantissa=14", "rangefloat:bits=4,mantissa=2",
-        "rangefloat:bits=8,mantissa=3,min=-2,max=2,eps=0.125,mode=paper", "rangefloat:bits=10,max=1,scale=tensor",
-        "rangefloat:bits=8,min=-0.5,max=1", "loggrid:k=6,scale=tensor", "unigrid:bits=16,range=0.5",
-        "dqsgd:budget=9,norm=l2", "dqsgd:budget=12,bucket=64", "casq:bits=4,budget=1", "casq:bits=1,mode=paper",
-        "casq:bits=3,mode=paper,counts=on,budget=0.3", "fft:bits=16,mantissa=14",
-        "fft:theta=0,bits=6,mantissa=4,chunk=256"})
-    add(Codec::parse(more));
+  for (const CodecInfo& info : codecs())
+    for (const std::string& spec : info.specs) add(Codec::parse(spec));
   const auto words = [](std::vector<float> values) {
     std::vector<uint32_t> table;
     for (float value : values) table.push_back(float_bits(value));
@@ -93,6 +87,13 @@ std::vector<Codec> specs() {
   add(Codec::parse("dqsgd").fitted(std::vector<uint32_t>{11}));
   add(Codec::parse("rangefloat").fitted(std::vector<uint32_t>{6}));
   return all;
+}
+
+TEST(Conformance, EveryCodecHasAReference) {
+  for (const CodecInfo& info : codecs())
+    EXPECT_TRUE(references().count(info.name))
+        << info.name << " is registered; tests/codec/reference.h has no row for it";
+  for (const auto& [name, reference] : references()) EXPECT_NO_THROW(Codec::parse(name)) << "nothing is tested by it";
 }
 
 const std::vector<uint64_t> kSizes = {0, 1, 7, 31, 32, 33, 63, 65, 1023, 1024, 1025, 4099, 32767, 32768, 32769, 70001};
@@ -202,7 +203,8 @@ TEST(Conformance, FeedbackIsTheSameOnEveryDeviceAndKeepsTheIdentity) {
           const std::vector<float> before = values_of(feedback.before[0], residual),
                                    left = values_of(after[0], residual);
           for (uint64_t i = 0; i < count; ++i) {
-            // x = g + S e and x - sent are each rounded once (2^-24 of the larger operand), a bf16 residual again (2^-8).
+            // x = g + S e and x - sent are each rounded once (2^-24 of the larger operand), a bf16 residual again
+            // (2^-8).
             const double x = static_cast<double>(g[i]) + static_cast<double>(scale) * before[i];
             const double off = std::fabs(sent[i] + static_cast<double>(scale) * left[i] - x);
             const double size = std::fabs(x) + std::fabs(sent[i]);
@@ -242,7 +244,8 @@ TEST(Conformance, SameSeedSameBytesAndEveryPartOfTheKeyCounts) {
 
 TEST(Conformance, UnbiasedWhereItSaysSo) {
   // The mean of R rounded copies differs from the value by a mean-zero error of variance at most step^2 / (4 R), and by
-  // the 2^-17 step that 16 random bits allow. Six sigma over 3000 elements: one false alarm in 10^5 seeds, and the seeds are fixed.
+  // the 2^-17 step that 16 random bits allow. Six sigma over 3000 elements: one false alarm in 10^5 seeds, and the
+  // seeds are fixed.
   constexpr int kRepeats = 300;
   const Bed bed(Device{});
   for (const Codec& spec : specs()) {

@@ -175,7 +175,7 @@ TEST_F(Cuda, LearnersSeeWhatTheySeeOnTheCpu) {
     for (int i = 0; i < 40; ++i) picks.push_back({2, 0});
     const std::span<const float> sample = runner->sample(in, &residuals, picks);
     const uint32_t which[] = {2, 0};
-    const std::span<const uint32_t> sides = runner->sides({message, plan.message_bytes()}, which);
+    const std::span<const uint32_t> sides = runner->scales({message, plan.message_bytes()}, which);
     runner->wait();
     std::pair<std::vector<float>, std::vector<uint32_t>> seen({sample.begin(), sample.end()},
                                                               {sides.begin(), sides.end()});
@@ -268,6 +268,7 @@ std::vector<Course> reduce_steps(Where where, ReduceOptions options, int world, 
   run_loopback(world, [&](Engine& engine) {
     const Stream stream;
     ReduceOptions own = options;
+    own.commit = ReduceOptions::Commit::manual;
     own.device = device_of(where, engine, stream);
     Course& course = courses.of(engine);
     {
@@ -409,7 +410,6 @@ TEST_F(Cuda, AStateIsSavedFromAGpuAndGoesOnThere) {
       const auto step = [&](Reducer& reducer, uint64_t n) {
         const Placed data(rig::gradients(kTensors, engine.rank(), n), options.device);
         reducer.run(n, data.in(), data.out());
-        reducer.commit(n);
         return data.read();
       };
       Reducer straight(engine, kTensors, options);

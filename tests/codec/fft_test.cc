@@ -2,8 +2,6 @@
 // The transform, its short floats and the units of the codec `fft`, below plans and messages. The transform is held
 // against the sum that defines it, in double, and against KissFFT where that is installed; vectors against the
 // reference loop, bit for bit; what is kept against a sort; errors and sizes against the published figures.
-#include "message/fft.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,6 +14,7 @@
 #include <random>
 #include <vector>
 
+#include "codec/fft/cpu.h"
 #include "device/lane.h"
 
 #if __has_include(<kissfft/kiss_fftr.h>) && defined(GRADWIRE_TEST_KISSFFT)
@@ -28,7 +27,8 @@ namespace {
 
 #define GW_BODY inline
 #define GW_QUOTIENT(a, b) ((a) / (b))
-#include "codec/fft/fft-inl.h"
+#include "codec/fft/transform-inl.h"
+#include "codec/rangefloat/range_float-inl.h"
 #undef GW_BODY
 
 constexpr double kPi = 3.14159265358979323846;
@@ -110,8 +110,8 @@ double relative_error(const std::vector<float>& x, const std::vector<float>& y) 
 }
 
 uint32_t bits(float x) { return float_bits(x); }
-uint32_t range_encode(const RangeFloat& f, float x) { return FftParts<ScalarLane>::range_encode(x, f); }
-float range_decode(const RangeFloat& f, uint32_t code) { return FftParts<ScalarLane>::range_decode(code, f); }
+uint32_t range_encode(const RangeFloat& f, float x) { return RangeLanes<ScalarLane>::encode(x, f); }
+float range_decode(const RangeFloat& f, uint32_t code) { return RangeLanes<ScalarLane>::decode(code, f); }
 
 TEST(FftTransform, IsTheDiscreteFourierTransformToAFloatsPrecision) {
   Bench b;
@@ -375,7 +375,7 @@ TEST(FftUnits, RefuseLiesByName) {
   ASSERT_EQ(2 * fft_kept(scheme, 128) * 10 % 32, 28u);
   EXPECT_EQ(verdict(scheme, honest.words, side - 1, honest.words[side - 1] | 0x10000000u), "padding");
   for (const uint32_t lie : {0x80000000u, bits(-1.0f), kInfBits, 0x7fc00001u, 0xffffffffu})
-    EXPECT_EQ(verdict(scheme, honest.words, side, lie), "side");
+    EXPECT_EQ(verdict(scheme, honest.words, side, lie), "scales");
   EXPECT_EQ(verdict(scheme, honest.words, side, kMarker), "bitmap");  // a marked unit is empty
   std::vector<uint32_t> marked(honest.words.size(), 0);
   marked[side] = kMarker;

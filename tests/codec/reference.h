@@ -8,7 +8,9 @@
 #include <complex>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <numeric>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,8 +38,8 @@ struct Expectation {
   }
   // Distance between neighbouring levels where v is.
   double gap(double v) const { return grid.empty() ? step : cell(v).second - cell(v).first; }
-  // How far `out` is from what element i, of value `in`, may become. 16 random bits: a value within 2^-15 of a level may also
-  // go one level further.
+  // How far `out` is from what element i, of value `in`, may become. 16 random bits: a value within 2^-15 of a level
+  // may also go one level further.
   double miss(size_t i, double in, double out) const {
     if (sum) return 0;
     if (exact) return ties ? std::fabs(std::fabs(out - in) - std::fabs(value[i] - in)) : std::fabs(out - value[i]);
@@ -69,7 +71,8 @@ inline double nearest_of(const std::vector<double>& grid, double v) {
   return v - *std::prev(above) <= *above - v ? *std::prev(above) : *above;
 }
 
-// All values of a range float: the patterns of floats with a mantissa of m bits, from eps to max, zero, and their negatives.
+// All values of a range float: the patterns of floats with a mantissa of m bits, from eps to max, zero, and their
+// negatives.
 inline std::vector<double> range_values(int m, double eps, int positive, int negative) {
   std::vector<double> values = {0};
   int exponent = 0;
@@ -229,165 +232,268 @@ inline std::vector<double> strongest_frequencies(const Codec& codec, const std::
   return out;
 }
 
-// What decoding one unit may give.
-inline Expectation expect(const Codec& codec, const std::vector<double>& x) {
+inline Expectation expect_fp32(const Codec&, const std::vector<double>& x) {
+  Expectation e;
+  e.exact = true;
+  e.value = x;
+  return e;
+}
+
+// A float with so many digits; 2^least is its smallest number.
+template <int digits, int least>
+inline Expectation expect_float(const Codec&, const std::vector<double>& x) {
+  Expectation e;
+  e.exact = true;
+  for (double v : x) {
+    int exponent = 0;
+    std::frexp(v, &exponent);
+    const double quantum = std::ldexp(1.0, std::max(exponent - digits, least));
+    e.value.push_back(v == 0 ? v : std::nearbyint(v / quantum) * quantum);  // nearest even, like the formats
+  }
+  return e;
+}
+
+inline Expectation expect_qsgd(const Codec& codec, const std::vector<double>& x) {
   Expectation e;
   const double top = largest(x), n = static_cast<double>(x.size());
-  const std::string& name = codec.name();
-  if (name == "fp32") {
-    e.exact = true;
-    e.value = x;
-  } else if (name == "fp16" || name == "bf16") {
-    e.exact = true;
-    for (double v : x) {
-      const int digits = name == "fp16" ? 11 : 8, least = name == "fp16" ? -24 : -133;
-      int exponent = 0;
-      std::frexp(v, &exponent);
-      const double quantum = std::ldexp(1.0, std::max(exponent - digits, least));
-      e.value.push_back(v == 0 ? v : std::nearbyint(v / quantum) * quantum);  // nearest even, like the formats
-    }
-  } else if (name == "qsgd") {
-    double norm = top;
-    if (codec.get("norm") == "l2") {
-      double squares = 0;
-      for (double v : x) squares += v * v;
-      norm = std::sqrt(squares);
-    }
-    e.step = norm / (std::ldexp(1.0, std::stoi(codec.get("bits")) - 1) - 1);
-    // The library's l2 norm is summed on a grid of 2^-19 of the largest square: n terms, each off by half of that at most.
-    if (codec.get("norm") == "l2") e.slack = norm * n * 0x1p-20;
-    e.slack += 4e-7 * norm + 0x1p-149;
-    if (codec.get("rounding") == "nearest") {
-      e.exact = true;
-      e.ties = true;
-      for (double v : x) e.value.push_back(e.step == 0 ? 0 : std::nearbyint(v / e.step) * e.step);
-    }
-  } else if (name == "terngrad") {
-    const double clip = std::stod(codec.get("clip"));
-    const double mean = std::accumulate(x.begin(), x.end(), 0.0) / n;
-    double variance = 0;
-    for (double v : x) variance += (v - mean) * (v - mean) / n;
-    e.clip = clip > 0 && variance > 1e-9 * top * top ? clip * std::sqrt(variance) : HUGE_VAL;
-    e.step = std::min(top, e.clip);
-    e.slack =
-        1e-3 * e.step;  // the sums' grid: 2^-19 of the largest square, against a variance that may be small beside it
-  } else if (name == "onebit") {
-    double sum[2] = {0, 0}, count[2] = {0, 0};
-    for (double v : x) {
-      sum[v < 0] += v;
-      count[v < 0] += 1;
-    }
-    e.exact = true;
-    for (double v : x) e.value.push_back(sum[v < 0] / count[v < 0]);
-    e.slack = top * 0x1p-18;  // each value is rounded to 2^-19 of the largest magnitude's power of two
-  } else if (name == "topk") {
-    std::vector<size_t> order(x.size());
-    std::iota(order.begin(), order.end(), size_t{0});
-    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return std::fabs(x[a]) > std::fabs(x[b]); });
-    e.exact = true;
-    e.value.assign(x.size(), 0);
-    const size_t keep = std::max<size_t>(1, static_cast<size_t>(std::ceil(std::stod(codec.get("ratio")) * n)));
-    for (size_t i = 0; i < std::min(keep, x.size()); ++i) e.value[order[i]] = x[order[i]];
-  } else if (name == "optquant") {
-    const int bits = std::stoi(codec.get("bits")), half = 1 << (bits - 1);
-    std::vector<double> levels;
-    for (uint32_t word : codec.table()) {
-      float level;
-      std::memcpy(&level, &word, 4);
-      levels.push_back(level);
-    }
-    if (levels.empty())
-      for (int i = -half; i < half; ++i)
-        levels.push_back((i < 0 ? -1 : 1) * std::pow(((i < 0 ? -1 - i : i) + 0.5) / (half - 0.5), 2));
-    for (double level : levels) e.grid.push_back(level * top);
-    e.slack = (4e-7 + 0x1p-16) * top + 0x1p-149;  // cells are cut in 2^16 parts
-    e.exact = codec.get("mode") == "biased" && codec.get("kappa") == "0.5";
-    if (e.exact) {
-      e.ties = true;
-      for (double v : x) e.value.push_back(nearest_of(e.grid, v));
-    }
-  } else if (name == "dqsgd") {
-    const int bits = codec.table().empty() ? std::clamp(static_cast<int>(std::lround(std::stod(codec.get("budget")))),
-                                                        std::stoi(codec.get("min")), std::stoi(codec.get("max")))
-                                           : static_cast<int>(codec.table()[0]);
-    if (bits == 0) {
-      e.exact = true;
-      e.value.assign(x.size(), 0);
-      return e;
-    }
-    double norm = top;
-    if (codec.get("norm") == "l2") {
-      double squares = 0;
-      for (double v : x) squares += v * v;
-      norm = std::min(std::sqrt(squares), 3.4028234663852886e38);
-      e.slack = norm * n * 0x1p-20;
-    }
-    for (int i = -((1 << (bits - 1)) - 1); i < 1 << (bits - 1); ++i)
-      e.grid.push_back(i * norm / ((1 << (bits - 1)) - 1));
-    e.slack += 4e-7 * norm + 0x1p-149 + (bits > 8 ? norm / (1 << (bits - 1)) / 256 : 0);  // the wide grid is 2^-8 level
-  } else if (name == "rangefloat") {
-    const int bits = std::stoi(codec.get("bits")), half = 1 << (bits - 1);
-    int m = std::stoi(codec.get("mantissa"));
-    if (m == 0) m = codec.table().empty() ? std::max(1, bits - 4) : static_cast<int>(codec.table()[0]);
-    const double given = std::stod(codec.get("max")), largest_value = cut(given > 0 ? given : top, m);
+  double norm = top;
+  if (codec.get("norm") == "l2") {
+    double squares = 0;
+    for (double v : x) squares += v * v;
+    norm = std::sqrt(squares);
+  }
+  e.step = norm / (std::ldexp(1.0, std::stoi(codec.get("bits")) - 1) - 1);
+  // The library's l2 norm is summed on a grid of 2^-19 of the largest square: n terms, each off by half of that at
+  // most.
+  if (codec.get("norm") == "l2") e.slack = norm * n * 0x1p-20;
+  e.slack += 4e-7 * norm + 0x1p-149;
+  if (codec.get("rounding") == "nearest") {
     e.exact = true;
     e.ties = true;
-    if (largest_value == 0) {
-      e.value.assign(x.size(), 0);
-      return e;
+    for (double v : x) e.value.push_back(e.step == 0 ? 0 : std::nearbyint(v / e.step) * e.step);
+  }
+  return e;
+}
+
+inline Expectation expect_terngrad(const Codec& codec, const std::vector<double>& x) {
+  Expectation e;
+  const double top = largest(x), n = static_cast<double>(x.size());
+  const double clip = std::stod(codec.get("clip"));
+  const double mean = std::accumulate(x.begin(), x.end(), 0.0) / n;
+  double variance = 0;
+  for (double v : x) variance += (v - mean) * (v - mean) / n;
+  e.clip = clip > 0 && variance > 1e-9 * top * top ? clip * std::sqrt(variance) : HUGE_VAL;
+  e.step = std::min(top, e.clip);
+  e.slack =
+      1e-3 * e.step;  // the sums' grid: 2^-19 of the largest square, against a variance that may be small beside it
+  return e;
+}
+
+inline Expectation expect_onebit(const Codec&, const std::vector<double>& x) {
+  Expectation e;
+  const double top = largest(x);
+  double sum[2] = {0, 0}, count[2] = {0, 0};
+  for (double v : x) {
+    sum[v < 0] += v;
+    count[v < 0] += 1;
+  }
+  e.exact = true;
+  for (double v : x) e.value.push_back(sum[v < 0] / count[v < 0]);
+  e.slack = top * 0x1p-18;  // each value is rounded to 2^-19 of the largest magnitude's power of two
+  return e;
+}
+
+inline Expectation expect_topk(const Codec& codec, const std::vector<double>& x) {
+  Expectation e;
+  const double n = static_cast<double>(x.size());
+  std::vector<size_t> order(x.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return std::fabs(x[a]) > std::fabs(x[b]); });
+  e.exact = true;
+  e.value.assign(x.size(), 0);
+  const size_t keep = std::max<size_t>(1, static_cast<size_t>(std::ceil(std::stod(codec.get("ratio")) * n)));
+  for (size_t i = 0; i < std::min(keep, x.size()); ++i) e.value[order[i]] = x[order[i]];
+  return e;
+}
+
+inline Expectation expect_optquant(const Codec& codec, const std::vector<double>& x) {
+  Expectation e;
+  const double top = largest(x);
+  const int bits = std::stoi(codec.get("bits")), half = 1 << (bits - 1);
+  std::vector<double> levels;
+  for (uint32_t word : codec.table()) {
+    float level;
+    std::memcpy(&level, &word, 4);
+    levels.push_back(level);
+  }
+  if (levels.empty())
+    for (int i = -half; i < half; ++i)
+      levels.push_back((i < 0 ? -1 : 1) * std::pow(((i < 0 ? -1 - i : i) + 0.5) / (half - 0.5), 2));
+  for (double level : levels) e.grid.push_back(level * top);
+  e.slack = (4e-7 + 0x1p-16) * top + 0x1p-149;  // cells are cut in 2^16 parts
+  e.exact = codec.get("mode") == "biased" && codec.get("kappa") == "0.5";
+  if (e.exact) {
+    e.ties = true;
+    for (double v : x) e.value.push_back(nearest_of(e.grid, v));
+  }
+  return e;
+}
+
+inline Expectation expect_dqsgd(const Codec& codec, const std::vector<double>& x) {
+  Expectation e;
+  const double top = largest(x), n = static_cast<double>(x.size());
+  const int bits = codec.table().empty() ? std::clamp(static_cast<int>(std::lround(std::stod(codec.get("budget")))),
+                                                      std::stoi(codec.get("min")), std::stoi(codec.get("max")))
+                                         : static_cast<int>(codec.table()[0]);
+  if (bits == 0) {
+    e.exact = true;
+    e.value.assign(x.size(), 0);
+    return e;
+  }
+  double norm = top;
+  if (codec.get("norm") == "l2") {
+    double squares = 0;
+    for (double v : x) squares += v * v;
+    norm = std::min(std::sqrt(squares), 3.4028234663852886e38);
+    e.slack = norm * n * 0x1p-20;
+  }
+  for (int i = -((1 << (bits - 1)) - 1); i < 1 << (bits - 1); ++i) e.grid.push_back(i * norm / ((1 << (bits - 1)) - 1));
+  e.slack += 4e-7 * norm + 0x1p-149 + (bits > 8 ? norm / (1 << (bits - 1)) / 256 : 0);  // the wide grid is 2^-8 level
+  return e;
+}
+
+inline Expectation expect_rangefloat(const Codec& codec, const std::vector<double>& x) {
+  Expectation e;
+  const double top = largest(x);
+  const int bits = std::stoi(codec.get("bits")), half = 1 << (bits - 1);
+  int m = std::stoi(codec.get("mantissa"));
+  if (m == 0) m = codec.table().empty() ? std::max(1, bits - 4) : static_cast<int>(codec.table()[0]);
+  const double given = std::stod(codec.get("max")), largest_value = cut(given > 0 ? given : top, m);
+  e.exact = true;
+  e.ties = true;
+  if (largest_value == 0) {
+    e.value.assign(x.size(), 0);
+    return e;
+  }
+  int exponent = 0;
+  const double fraction = std::frexp(largest_value, &exponent) * 2;
+  const int top_pattern = static_cast<int>(std::lround((fraction - 1) * std::ldexp(1.0, m))) + (exponent << m);
+  const auto pattern_value = [&](int p) {
+    return std::ldexp(1 + std::ldexp(static_cast<double>(p & ((1 << m) - 1)), -m), (p >> m) - 1);
+  };
+  int base = top_pattern + 1 - half;
+  const auto pattern_of = [&](double v) {
+    int ex = 0;
+    const double f = std::frexp(v, &ex) * 2;
+    return static_cast<int>(std::floor((f - 1) * std::ldexp(1.0, m))) + (ex << m);
+  };
+  if (std::stod(codec.get("eps")) > 0) base = pattern_of(std::stod(codec.get("eps")));
+  const int positive = top_pattern - base + 1;
+  const double low = -std::stod(codec.get("min"));
+  const int negative = std::min((low > 0 ? pattern_of(low) : top_pattern) - base + 1, 2 * half - 1 - positive);
+  const std::vector<double> grid = range_values(m, pattern_value(base), positive, negative);
+  for (double v : x) {
+    const double bounded = std::clamp(v, grid.front(), grid.back());
+    if (codec.get("mode") == "round") {
+      e.value.push_back(nearest_of(grid, bounded));
+    } else {
+      auto at = std::upper_bound(grid.begin(), grid.end(), bounded);
+      double value = v >= 0 ? *std::prev(at) : *std::lower_bound(grid.begin(), grid.end(), bounded);
+      e.value.push_back(value);
     }
-    int exponent = 0;
-    const double fraction = std::frexp(largest_value, &exponent) * 2;
-    const int top_pattern = static_cast<int>(std::lround((fraction - 1) * std::ldexp(1.0, m))) + (exponent << m);
-    const auto pattern_value = [&](int p) {
-      return std::ldexp(1 + std::ldexp(static_cast<double>(p & ((1 << m) - 1)), -m), (p >> m) - 1);
-    };
-    int base = top_pattern + 1 - half;
-    const auto pattern_of = [&](double v) {
-      int ex = 0;
-      const double f = std::frexp(v, &ex) * 2;
-      return static_cast<int>(std::floor((f - 1) * std::ldexp(1.0, m))) + (ex << m);
-    };
-    if (std::stod(codec.get("eps")) > 0) base = pattern_of(std::stod(codec.get("eps")));
-    const int positive = top_pattern - base + 1;
-    const double low = -std::stod(codec.get("min"));
-    const int negative = std::min((low > 0 ? pattern_of(low) : top_pattern) - base + 1, 2 * half - 1 - positive);
-    const std::vector<double> grid = range_values(m, pattern_value(base), positive, negative);
-    for (double v : x) {
-      const double bounded = std::clamp(v, grid.front(), grid.back());
-      if (codec.get("mode") == "round") {
-        e.value.push_back(nearest_of(grid, bounded));
-      } else {
-        auto at = std::upper_bound(grid.begin(), grid.end(), bounded);
-        double value = v >= 0 ? *std::prev(at) : *std::lower_bound(grid.begin(), grid.end(), bounded);
-        e.value.push_back(value);
-      }
-    }
-    // Near the bottom of the floats mantissas are cut by the format itself.
-    e.slack =
-        1e-7 * largest_value + (pattern_value(base) < 0x1p-120 ? largest_value * std::ldexp(1.0, -m) + 0x1p-126 : 0);
-  } else if (name == "casq" || name == "fft") {
-    e.sum = true;
-    e.value = name == "casq" ? cluster_means(codec, x) : strongest_frequencies(codec, x);
-    e.slack = 1e-3 * top;  // f16 means; sides of subnormal units
-  } else if (name == "loggrid") {
-    for (int j = 0; j <= std::stoi(codec.get("k")); ++j)
-      e.grid.insert(e.grid.end(), {std::ldexp(top, -j), -std::ldexp(top, -j)});
-    e.grid.push_back(0);
-    std::sort(e.grid.begin(), e.grid.end());
+  }
+  // Near the bottom of the floats mantissas are cut by the format itself.
+  e.slack =
+      1e-7 * largest_value + (pattern_value(base) < 0x1p-120 ? largest_value * std::ldexp(1.0, -m) + 0x1p-126 : 0);
+  return e;
+}
+
+template <std::vector<double> (*method)(const Codec&, const std::vector<double>&)>
+inline Expectation expect_method(const Codec& codec, const std::vector<double>& x) {
+  Expectation e;
+  const double top = largest(x);
+  e.sum = true;
+  e.value = method(codec, x);
+  e.slack = 1e-3 * top;  // f16 means; sides of subnormal units
+  return e;
+}
+
+inline Expectation expect_loggrid(const Codec& codec, const std::vector<double>& x) {
+  Expectation e;
+  const double top = largest(x);
+  for (int j = 0; j <= std::stoi(codec.get("k")); ++j)
+    e.grid.insert(e.grid.end(), {std::ldexp(top, -j), -std::ldexp(top, -j)});
+  e.grid.push_back(0);
+  std::sort(e.grid.begin(), e.grid.end());
+  e.exact = true;
+  e.ties = true;
+  for (double v : x) e.value.push_back(nearest_of(e.grid, v));
+  e.slack = 4e-7 * top + 0x1p-149;
+  return e;
+}
+
+inline Expectation expect_unigrid(const Codec& codec, const std::vector<double>& x) {
+  Expectation e;
+  const double top = largest(x);
+  const double range = std::stod(codec.get("range")), limit = range > 0 ? range : top,
+               step = limit / ((1 << (std::stoi(codec.get("bits")) - 1)) - 1);
+  e.exact = true;
+  e.ties = true;
+  for (double v : x) e.value.push_back(step == 0 ? 0 : std::nearbyint(std::clamp(v, -limit, limit) / step) * step);
+  e.slack = 4e-7 * limit + step / 128 + 0x1p-149;  // ties are seen on a grid of 2^-8 level
+  return e;
+}
+
+inline Expectation expect_nuqsgd(const Codec& codec, const std::vector<double>& x) {
+  Expectation e;
+  double norm = largest(x);
+  if (codec.get("norm") == "l2") {
+    double squares = 0;
+    for (double v : x) squares += v * v;
+    norm = std::min(std::sqrt(squares), 3.4028234663852886e38);  // what f32 can hold
+    e.slack = norm * static_cast<double>(x.size()) * 0x1p-20;    // as with qsgd
+  }
+  e.grid.push_back(0);
+  for (int i = 0; i < (1 << (std::stoi(codec.get("bits")) - 1)) - 1; ++i)
+    e.grid.insert(e.grid.end(), {std::ldexp(norm, -i), -std::ldexp(norm, -i)});
+  std::sort(e.grid.begin(), e.grid.end());
+  e.slack += 4e-7 * norm + 0x1p-149;
+  if (codec.get("rounding") == "nearest") {
     e.exact = true;
     e.ties = true;
     for (double v : x) e.value.push_back(nearest_of(e.grid, v));
-    e.slack = 4e-7 * top + 0x1p-149;
-  } else if (name == "unigrid") {
-    const double range = std::stod(codec.get("range")), limit = range > 0 ? range : top,
-                 step = limit / ((1 << (std::stoi(codec.get("bits")) - 1)) - 1);
-    e.exact = true;
-    e.ties = true;
-    for (double v : x) e.value.push_back(step == 0 ? 0 : std::nearbyint(std::clamp(v, -limit, limit) / step) * step);
-    e.slack = 4e-7 * limit + step / 128 + 0x1p-149;  // ties are seen on a grid of 2^-8 level
   }
   return e;
+}
+
+// What decoding one unit may give, by the name of the codec.
+using Reference = Expectation (*)(const Codec&, const std::vector<double>&);
+inline const std::map<std::string, Reference>& references() {
+  static const std::map<std::string, Reference> all = {
+      {"fp32", expect_fp32},
+      {"fp16", expect_float<11, -24>},
+      {"bf16", expect_float<8, -133>},
+      {"qsgd", expect_qsgd},
+      {"terngrad", expect_terngrad},
+      {"onebit", expect_onebit},
+      {"topk", expect_topk},
+      {"optquant", expect_optquant},
+      {"dqsgd", expect_dqsgd},
+      {"rangefloat", expect_rangefloat},
+      {"casq", expect_method<cluster_means>},
+      {"fft", expect_method<strongest_frequencies>},
+      {"loggrid", expect_loggrid},
+      {"unigrid", expect_unigrid},
+      {"nuqsgd", expect_nuqsgd},
+  };
+  return all;
+}
+
+inline Expectation expect(const Codec& codec, const std::vector<double>& x) {
+  const auto found = references().find(codec.name());
+  if (found == references().end())
+    throw std::logic_error("tests/codec/reference.h has no reference for " + codec.name());
+  return found->second(codec, x);
 }
 
 }  // namespace gradwire::test

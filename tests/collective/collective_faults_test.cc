@@ -116,7 +116,6 @@ TEST(Disagreement, AboutTheStepIsNamedBeforeDataMove) {
       Reducer reducer(engine, kList, {.up = "onebit"}), other(engine, {{"z", 5}}, {.up = "onebit"});
       Data data = gradients(kList, engine.rank(), 0);
       reducer.run(0, data.in(), data.out());
-      reducer.commit(0);
       const uint64_t hash = reducer.feedback().hash(), before = engine.bytes_sent();
       std::optional<Error> error;
       try {
@@ -127,7 +126,6 @@ TEST(Disagreement, AboutTheStepIsNamedBeforeDataMove) {
       sent.of(engine) = engine.bytes_sent() - before;
       EXPECT_EQ(reducer.feedback().hash(), hash);
       reducer.run(1, data.in(), data.out());
-      reducer.commit(1);
       EXPECT_NE(reducer.feedback().hash(), hash);
       usable.of(engine) = 1;
       if (error) throw *error;
@@ -141,7 +139,7 @@ TEST(Disagreement, AboutTheStepIsNamedBeforeDataMove) {
   check("loss_scale", "'2'", "'1'", [](Reducer& reducer, Reducer&, Data& data, bool odd) {
     reducer.run(7, data.in(), data.out(), odd ? 2.0f : 1.0f);
   });
-  check("terms", "another", "rank 0", [](Reducer& reducer, Reducer& other, Data& data, bool odd) {
+  check("handshake", "another", "rank 0", [](Reducer& reducer, Reducer& other, Data& data, bool odd) {
     const std::vector<const void*> in = data.in();
     const std::vector<void*> out = data.out();
     (odd ? other : reducer).run(7, std::span(in).first(odd ? 1 : 3), std::span(out).first(odd ? 1 : 3));
@@ -168,7 +166,7 @@ void expect_one_fails(const std::function<void(Engine&, Reducer&, Data&, bool fa
                       const std::string& words) {
   PerRank<int> usable(3);
   const auto results = outcomes(3, [&](Engine& engine) {
-    Reducer reducer(engine, kList, {.up = "onebit"});
+    Reducer reducer(engine, kList, {.up = "onebit", .commit = Commit::manual});
     Data data = gradients(kList, engine.rank(), 0);
     std::optional<Error> error;
     try {
@@ -245,13 +243,34 @@ TEST(OneRank, BadArgumentsInAWorldOfOneAreUsage) {
   const auto engines = make_loopback(1);
   EXPECT_EQ(outcome_of([&] { Reducer(*engines[0], kList, {.up = "nonsense"}); }).kind, ErrorKind::usage);
   EXPECT_EQ(outcome_of([&] { Reducer(*engines[0], kList, {.residual = DType::f16}); }).field, "residual");
-  Reducer reducer(*engines[0], kList, {.up = "onebit"});
+  Reducer reducer(*engines[0], kList, {.up = "onebit", .commit = Commit::manual});
   Data data = gradients(kList, 0, 0);
   EXPECT_EQ(outcome_of([&] { reducer.run(0, data.in(), {}); }).field, "out");
   EXPECT_EQ(outcome_of([&] { reducer.run(0, data.in(), data.out(), 0.0f); }).field, "loss_scale");
   reducer.run(0, data.in(), data.out());
   EXPECT_EQ(outcome_of([&] { reducer.run(0, data.in(), data.out()); }).field, "step");
   reducer.commit(0);
+}
+
+TEST(Options, WithoutAMeaningAreRefusedByName) {
+  const auto engines = make_loopback(1);
+  const auto refused = [&](const ReduceOptions& options) {
+    const Outcome outcome = outcome_of([&] { Reducer(*engines[0], kList, options); });
+    return outcome.threw && outcome.kind == ErrorKind::usage ? outcome.field : "no";
+  };
+  EXPECT_EQ(refused({.method = Method::gather, .down = "fp32"}), "down");
+  EXPECT_EQ(refused({.method = Method::gather}), "no");
+  EXPECT_EQ(refused({.feedback = Feedback::off, .owner_feedback = Feedback::off, .residual = DType::bf16}), "residual");
+  EXPECT_EQ(refused({.feedback = Feedback::off, .residual = DType::bf16}), "no");
+
+  // A reducer that decides by itself has nothing for the caller to decide.
+  Reducer reducer(*engines[0], kList, {.up = "onebit"});
+  EXPECT_EQ(outcome_of([&] { reducer.commit(0); }).field, "commit");
+  EXPECT_EQ(outcome_of([&] { reducer.rollback(0); }).field, "commit");
+
+  std::vector<float> data(10);
+  EXPECT_EQ(outcome_of([&] { all_reduce(*engines[0], data, {.feedback = Feedback::on}); }).field, "feedback");
+  EXPECT_EQ(outcome_of([&] { all_reduce(*engines[0], data, {.commit = Commit::manual}); }).field, "commit");
 }
 
 // ---- a rank is gone
@@ -263,7 +282,6 @@ TEST(LostRank, ThatNeverComesIsNamedWithinTheTimeout) {
     Reducer reducer(engine, kList, {.up = "onebit"});
     Data data = gradients(kList, engine.rank(), 0);
     reducer.run(0, data.in(), data.out());
-    reducer.commit(0);
     if (engine.rank() == 2) {
       others_done.wait();  // alive, but busy with something else
       return;
@@ -294,7 +312,6 @@ TEST(LostRank, ThatThrowsEndsAllAtOnce) {
         if (step == 3 && engine.rank() == 1) throw Error(ErrorKind::io, "the disk is full", "", 1);
         Handle handle = reducer.start(step, data.in(), data.out());
         handle.wait();
-        reducer.commit(step);
       }
     });
   });
@@ -362,7 +379,6 @@ void expect_refusal(Method method, const std::string& field,
         EXPECT_EQ(reducer.feedback().hash(), hash);
         throw;
       }
-      reducer.commit(step);
     }
   });
   EXPECT_EQ(results[1].kind, ErrorKind::frame) << results[1].text;

@@ -22,6 +22,7 @@ namespace gradwire::rig {
 using Method = ReduceOptions::Method;
 using Op = ReduceOptions::Op;
 using Feedback = ReduceOptions::Feedback;
+using Commit = ReduceOptions::Commit;
 
 inline const int kWorlds[] = {1, 2, 3, 4, 7};
 inline const Method kMethods[] = {Method::gather, Method::scatter};
@@ -136,7 +137,6 @@ inline std::vector<Data> reduce(int world, const std::vector<NamedTensor>& tenso
     const Data in = inputs(engine.rank());
     Data& out = results[static_cast<size_t>(engine.rank())];
     reducer.run(step, in.in(), out.out());
-    reducer.commit(step);
   });
   return results;
 }

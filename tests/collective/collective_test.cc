@@ -288,7 +288,6 @@ TEST(Collective, WhatItSaysItSendsIsWhatTheEngineSends) {
         for (uint64_t step = 0; step < 2; ++step) {
           const uint64_t before = engine.bytes_sent();
           reducer.run(step, data.in(), data.out());
-          reducer.commit(step);
           EXPECT_EQ(engine.bytes_sent() - before, reducer.message_bytes());
         }
       });
@@ -350,7 +349,6 @@ TEST(Collective, TheHalvesMakeTheWhole) {
         const Data in = gradients(kMixed, engine.rank(), step);
         Data whole(kMixed), halves(kMixed);
         reducer.run(step, in.in(), whole.out());
-        reducer.commit(step);
         uint64_t elements = 0;
         for (const Shard& shard : shards(kMixed, world)) elements += shard.owner == engine.rank() ? shard.count : 0;
         std::vector<float> mine(elements);
@@ -399,6 +397,60 @@ TEST(Collective, BroadcastPaysItsDebts) {
     // side, the largest |x + e| of the bucket; |x| < 0.05 here and nearest rounding leaves |e| <= |level| / 2, so
     // levels stay below 0.1 and residuals below 0.05.
     for (size_t i = 0; i < sum.size(); ++i) ASSERT_NEAR(sum[i] / steps, original.get(0, i), 0.05 / steps);
+  });
+}
+
+// ---- one call, and spans
+
+TEST(AllReduce, OneCallGivesTheMeanInPlace) {
+  const std::vector<NamedTensor> tensors{{"data", 70'001}};
+  for (const char* codec : {"fp32", "qsgd:bits=8", "topk:ratio=0.1", "dqsgd:mode=paper"}) {
+    PerRank<std::vector<float>> results(3);
+    run_loopback(3, [&](Engine& engine) {
+      const Data in = gradients(tensors, engine.rank(), 0);
+      std::vector<float>& data = results.of(engine);
+      for (uint64_t i = 0; i < tensors[0].count; ++i) data.push_back(in.get(0, i));
+      all_reduce(engine, data, codec);
+    });
+    EXPECT_EQ(results[1], results[0]) << codec;
+    EXPECT_EQ(results[2], results[0]) << codec;
+    // It is a Reducer without error feedback, also on the way down.
+    const ReduceOptions options{.up = codec, .feedback = Feedback::off, .owner_feedback = Feedback::off};
+    const std::vector<Data> expected = reduce(
+        3, tensors, options, [&](int rank) { return gradients(tensors, rank, 0); }, 0);
+    for (uint64_t i = 0; i < tensors[0].count; ++i) ASSERT_EQ(results[0][i], expected[0].get(0, i)) << codec << i;
+  }
+}
+
+TEST(AllReduce, OptionsMayAskForTheSum) {
+  run_loopback(4, [](Engine& engine) {
+    std::vector<float> data(1000, static_cast<float>(engine.rank() + 1));
+    all_reduce(engine, data, {.op = Op::sum, .up = "fp32"});
+    for (float x : data) ASSERT_EQ(x, 10.0f);
+  });
+}
+
+TEST(Spans, AreCheckedAgainstTheTensors) {
+  run_loopback(2, [](Engine& engine) {
+    Reducer reducer(engine, {{"a", 3}, {"b", 5}}, {.up = "fp32"});
+    const auto r = static_cast<float>(engine.rank());
+    const std::vector<float> a(3, r), b(5, 10 * r);
+    std::vector<float> mean_a(3), mean_b(5);
+    const std::span<const float> in[] = {a, b};
+    const std::span<float> out[] = {mean_a, mean_b}, short_out[] = {mean_a, std::span(mean_b).first(4)};
+    reducer.run(0, in, out);
+    EXPECT_EQ(mean_a, std::vector<float>(3, 0.5f));
+    EXPECT_EQ(mean_b, std::vector<float>(5, 5.0f));
+    // All ranks learn of it, and can go on.
+    const bool odd = engine.rank() == 1;
+    const Outcome outcome = outcome_of([&] { reducer.run(1, in, Reducer::FloatOutputs(odd ? short_out : out)); });
+    EXPECT_EQ(outcome.field, odd ? "out" : "ready") << outcome.text;
+    EXPECT_NE(outcome.text.find("4 elements"), std::string::npos) << outcome.text;
+    reducer.run(1, in, out);
+
+    Reducer half(engine, {{"h", 4, DType::f16}}, {.up = "fp32"});
+    std::vector<float> data(4);
+    EXPECT_EQ(outcome_of([&] { half.run(0, data, data); }).field, "in");
   });
 }
 

@@ -102,9 +102,9 @@ TEST(Params, TheNormItselfNeverLandsBeyondTheTopLevel) {
     const float norm = bits_float(static_cast<uint32_t>(generator()) & 0x7fffffffu);
     if (!(norm > 0) || !std::isfinite(norm)) continue;
     for (uint8_t bits = 2; bits <= 8; ++bits) {
-      const Scheme scheme{.body = Body::uniform, .stat = Stat::absmax, .bits = bits, .side = 1, .unit = 1024};
-      const uint32_t side[2] = {float_bits(norm), 0};
-      const UnitParams p = make_params(scheme, side);
+      const Scheme scheme{.bits = bits};
+      UnitParams p;
+      scale_to_levels(norm, static_cast<float>(levels(scheme)), 65536.0f, p);
       ASSERT_LE(norm * p.pre * p.scale, static_cast<float>(levels(scheme)) * 65536.0f)
           << norm << " at " << int{bits} << " bits";
       ASSERT_TRUE(std::isfinite(p.a * static_cast<float>(levels(scheme)))) << norm;

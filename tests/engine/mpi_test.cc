@@ -20,7 +20,7 @@
 
 #include "engine/engine_pattern.h"
 #include "engine/mpi_core.h"
-#include "gradwire/engine.h"
+#include "gradwire/mpi.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -95,7 +95,7 @@ TEST_F(Mpi, AllGatherMayRunInPlace) {
 }
 
 TEST_F(Mpi, LongTransfersAreSentInPieces) {
-  const size_t former = engine_detail::set_piece_bytes(1000);
+  const size_t former = engine_detail::set_chunk_bytes(1000);
   {
     const auto engine = make_mpi();
     for (const size_t length : {999, 1000, 1001, 2000, 250'019}) {
@@ -108,7 +108,7 @@ TEST_F(Mpi, LongTransfersAreSentInPieces) {
       EXPECT_EQ(exchange.wrong() + gather.wrong(), "") << length;
     }
   }
-  EXPECT_EQ(engine_detail::set_piece_bytes(former), 1000u);
+  EXPECT_EQ(engine_detail::set_chunk_bytes(former), 1000u);
   EXPECT_EQ(former, size_t{1} << 30);
 }
 
@@ -159,7 +159,7 @@ TEST_F(Mpi, TheCallersCommunicatorsStayTheCallersOwn) {
   MPI_Comm_split(MPI_COMM_WORLD, 0, -world_rank(), &backwards);
   {
     const auto forth = make_mpi();
-    const auto back = make_mpi(&backwards);
+    const auto back = make_mpi(backwards);
     EXPECT_EQ(back->rank(), world_size() - 1 - forth->rank());
     AllToAll a(*forth, 1, [](int from, int to) { return size_t(70'000 + 3 * from + to); });
     AllToAll b(*back, 2, [](int from, int to) { return size_t(70'000 + from + 5 * to); });
@@ -480,7 +480,7 @@ TEST_F(Mpi, AFrozenProcessIsNamedThoughBytesAreInTheAir) {
 
 TEST_F(Mpi, RefusesANullCommunicator) {
   const MPI_Comm none = MPI_COMM_NULL;
-  EXPECT_EQ(outcome_of([&] { make_mpi(&none); }).field, "communicator");
+  EXPECT_EQ(outcome_of([&] { make_mpi(none); }).field, "communicator");
 }
 
 // Prints failures only, with the rank in front: rank 0 has the usual printer, the others this one.

@@ -24,6 +24,7 @@
 #include "core/bits.h"
 #include "feedback/owners.h"
 #include "gradwire/error.h"
+#include "gradwire/rules.h"
 
 namespace gradwire {
 namespace {
@@ -65,9 +66,9 @@ void write(ErrorFeedback::Pointers& pointers, size_t tensor, const TensorSpec& s
   }
 }
 
-void step(ErrorFeedback& feedback, Side side, uint64_t number, const TensorSpec& spec, DType dtype,
+void step(ErrorFeedback& feedback, Direction direction, uint64_t number, const TensorSpec& spec, DType dtype,
           const std::function<float(uint64_t)>& value, bool commit = true) {
-  auto pointers = feedback.begin(side, number, std::span(&spec, 1));
+  auto pointers = feedback.begin(direction, number, std::span(&spec, 1));
   write(*pointers, 0, spec, dtype, value);
   if (commit) feedback.commit(number);
 }
@@ -76,23 +77,23 @@ void step(ErrorFeedback& feedback, Side side, uint64_t number, const TensorSpec&
 
 TEST(Feedback, RoomIsZeroAndAddingAgainChangesNothing) {
   ErrorFeedback feedback;
-  feedback.add(Side::up, "a", 3);
-  EXPECT_EQ(feedback.residual(Side::up, "a"), (std::vector<float>{0, 0, 0}));
-  step(feedback, Side::up, 1, piece("a", 3), DType::f32, [](uint64_t i) { return 1.0f + i; });
-  feedback.add(Side::up, "a", 3);
-  EXPECT_EQ(feedback.residual(Side::up, "a"), (std::vector<float>{1, 2, 3}));
+  feedback.add(Direction::up, "a", 3);
+  EXPECT_EQ(feedback.residual(Direction::up, "a"), (std::vector<float>{0, 0, 0}));
+  step(feedback, Direction::up, 1, piece("a", 3), DType::f32, [](uint64_t i) { return 1.0f + i; });
+  feedback.add(Direction::up, "a", 3);
+  EXPECT_EQ(feedback.residual(Direction::up, "a"), (std::vector<float>{1, 2, 3}));
 }
 
 TEST(Feedback, AddingWithOtherNumbersIsRefused) {
   ErrorFeedback feedback;
-  feedback.add(Side::down, "a", 10, 100);
-  EXPECT_REFUSED(usage, "count", "'a'", feedback.add(Side::down, "a", 11, 100));
-  EXPECT_REFUSED(usage, "count", "'a'", feedback.add(Side::down, "a", 5, 102));
-  EXPECT_REFUSED(usage, "first", "'a'", feedback.add(Side::down, "a", 10, 95));
-  EXPECT_REFUSED(usage, "first", "'a'", feedback.add(Side::down, "a", 10, 105));
-  EXPECT_REFUSED(usage, "count", "memory", feedback.add(Side::down, "b", UINT64_MAX / 2, 1));
-  feedback.add(Side::down, "a", 10, 110);
-  feedback.add(Side::up, "a", 7, 98);
+  feedback.add(Direction::down, "a", 10, 100);
+  EXPECT_REFUSED(usage, "count", "'a'", feedback.add(Direction::down, "a", 11, 100));
+  EXPECT_REFUSED(usage, "count", "'a'", feedback.add(Direction::down, "a", 5, 102));
+  EXPECT_REFUSED(usage, "first", "'a'", feedback.add(Direction::down, "a", 10, 95));
+  EXPECT_REFUSED(usage, "first", "'a'", feedback.add(Direction::down, "a", 10, 105));
+  EXPECT_REFUSED(usage, "count", "memory", feedback.add(Direction::down, "b", UINT64_MAX / 2, 1));
+  feedback.add(Direction::down, "a", 10, 110);
+  feedback.add(Direction::up, "a", 7, 98);
 }
 
 TEST(Feedback, HalfPrecisionIsNoResidualType) { EXPECT_REFUSED(usage, "residual", "f16", ErrorFeedback{DType::f16}); }
@@ -100,46 +101,46 @@ TEST(Feedback, HalfPrecisionIsNoResidualType) { EXPECT_REFUSED(usage, "residual"
 TEST(Feedback, CommitTakesTheNewResidualRollbackKeepsTheOld) {
   for (DType dtype : {DType::f32, DType::bf16}) {
     ErrorFeedback feedback(dtype);
-    feedback.add(Side::up, "a", 2);
+    feedback.add(Direction::up, "a", 2);
     const TensorSpec a = piece("a", 2);
-    step(feedback, Side::up, 7, a, dtype, [](uint64_t i) { return 1.0f + i; });
+    step(feedback, Direction::up, 7, a, dtype, [](uint64_t i) { return 1.0f + i; });
     const uint64_t hash = feedback.hash();
     step(
-        feedback, Side::up, 8, a, dtype, [](uint64_t) { return 9.0f; }, false);
+        feedback, Direction::up, 8, a, dtype, [](uint64_t) { return 9.0f; }, false);
     EXPECT_EQ(feedback.hash(), hash) << "an undecided step shows";
     feedback.rollback(8);
     EXPECT_EQ(feedback.hash(), hash);
-    EXPECT_EQ(feedback.residual(Side::up, "a"), (std::vector<float>{1, 2}));
-    step(feedback, Side::up, 9, a, dtype, [](uint64_t) { return 4.0f; });
-    EXPECT_EQ(feedback.residual(Side::up, "a"), (std::vector<float>{4, 4}));
+    EXPECT_EQ(feedback.residual(Direction::up, "a"), (std::vector<float>{1, 2}));
+    step(feedback, Direction::up, 9, a, dtype, [](uint64_t) { return 4.0f; });
+    EXPECT_EQ(feedback.residual(Direction::up, "a"), (std::vector<float>{4, 4}));
     EXPECT_NE(feedback.hash(), hash);
   }
 }
 
 TEST(Feedback, EncodeReadsWhatWasCommitted) {
   ErrorFeedback feedback;
-  feedback.add(Side::up, "a", 4);
+  feedback.add(Direction::up, "a", 4);
   const TensorSpec a = piece("a", 4), tail = piece("a", 2, 2);
   for (uint64_t s = 0; s < 5; ++s) {
-    auto pointers = feedback.begin(Side::up, s, std::span(&a, 1), 8.0f);
+    auto pointers = feedback.begin(Direction::up, s, std::span(&a, 1), 8.0f);
     EXPECT_EQ(pointers->residuals.loss_scale, 8.0f);
     EXPECT_EQ(static_cast<const float*>(pointers->residuals.before[0])[3], s ? 10.0f * (s - 1) + 3 : 0.0f);
     write(*pointers, 0, a, DType::f32, [&](uint64_t i) { return 10.0f * s + i; });
     feedback.commit(s);
   }
-  auto pointers = feedback.begin(Side::up, 9, std::span(&tail, 1));
+  auto pointers = feedback.begin(Direction::up, 9, std::span(&tail, 1));
   EXPECT_EQ(static_cast<const float*>(pointers->before[0])[0], 42.0f);
 }
 
 TEST(Feedback, OnlyTensorsBegunInTheStepChange) {
   ErrorFeedback feedback;
   for (const char* name : {"a", "b"}) {
-    feedback.add(Side::up, name, 2);
-    step(feedback, Side::up, 1, piece(name, 2), DType::f32, [](uint64_t) { return 1.0f; });
+    feedback.add(Direction::up, name, 2);
+    step(feedback, Direction::up, 1, piece(name, 2), DType::f32, [](uint64_t) { return 1.0f; });
   }
-  step(feedback, Side::up, 2, piece("b", 2), DType::f32, [](uint64_t) { return 2.0f; });
-  EXPECT_EQ(feedback.residual(Side::up, "a"), (std::vector<float>{1, 1}));
-  EXPECT_EQ(feedback.residual(Side::up, "b"), (std::vector<float>{2, 2}));
+  step(feedback, Direction::up, 2, piece("b", 2), DType::f32, [](uint64_t) { return 2.0f; });
+  EXPECT_EQ(feedback.residual(Direction::up, "a"), (std::vector<float>{1, 1}));
+  EXPECT_EQ(feedback.residual(Direction::up, "b"), (std::vector<float>{2, 2}));
 }
 
 // Elements that were not begun keep what they had, whatever lay in the buffer behind.
@@ -148,7 +149,7 @@ TEST(Feedback, OnlyElementsBegunInTheStepChange) {
   std::mt19937 random(5);
   for (DType dtype : {DType::f32, DType::bf16}) {
     ErrorFeedback feedback(dtype);
-    feedback.add(Side::up, "a", n, 1000);
+    feedback.add(Direction::up, "a", n, 1000);
     std::vector<float> expected(n, 0.0f);
     for (uint64_t s = 0; s < 12; ++s) {
       uint64_t at = 0;
@@ -157,101 +158,102 @@ TEST(Feedback, OnlyElementsBegunInTheStepChange) {
         if (random() % 3) {
           const TensorSpec a = piece("a", count, 1000 + at);
           const auto value = [&](uint64_t i) { return static_cast<float>((i + s) % 128); };
-          step(feedback, Side::up, s, a, dtype, value, false);
+          step(feedback, Direction::up, s, a, dtype, value, false);
           if (s % 4 != 3)
             for (uint64_t i = 0; i < count; ++i) expected[at + i] = value(1000 + at + i);
         }
         at += count;
       }
       s % 4 == 3 ? feedback.rollback(s) : feedback.commit(s);
-      ASSERT_EQ(feedback.residual(Side::up, "a", 1000), expected) << "step " << s;
+      ASSERT_EQ(feedback.residual(Direction::up, "a", 1000), expected) << "step " << s;
     }
   }
 }
 
 TEST(Feedback, ElementsBegunTwiceInAStepAreRefused) {
   ErrorFeedback feedback;
-  feedback.add(Side::up, "a", 10);
+  feedback.add(Direction::up, "a", 10);
   const TensorSpec middle = piece("a", 4, 3);
-  feedback.begin(Side::up, 1, std::span(&middle, 1));
+  feedback.begin(Direction::up, 1, std::span(&middle, 1));
   for (auto [first, count] : {std::pair{0, 10}, {3, 4}, {6, 1}, {2, 2}, {3, 1}, {0, 4}}) {
     const TensorSpec again = piece("a", count, first);
-    EXPECT_REFUSED(usage, "step", "begun before in step 1", feedback.begin(Side::up, 1, std::span(&again, 1)));
+    EXPECT_REFUSED(usage, "step", "begun before in step 1", feedback.begin(Direction::up, 1, std::span(&again, 1)));
   }
   for (auto [first, count] : {std::pair{0, 3}, {7, 3}}) {
     const TensorSpec rest = piece("a", count, first);
-    feedback.begin(Side::up, 1, std::span(&rest, 1));
+    feedback.begin(Direction::up, 1, std::span(&rest, 1));
   }
 }
 
 TEST(Feedback, AnotherStepIsRefusedWhileOneIsOpen) {
   ErrorFeedback feedback;
-  feedback.add(Side::up, "a", 1);
+  feedback.add(Direction::up, "a", 1);
   const TensorSpec a = piece("a", 1);
-  feedback.begin(Side::up, 41, std::span(&a, 1));
-  EXPECT_REFUSED(usage, "step", "step 41 is open", feedback.begin(Side::up, 42, std::span(&a, 1)));
+  feedback.begin(Direction::up, 41, std::span(&a, 1));
+  EXPECT_REFUSED(usage, "step", "step 41 is open", feedback.begin(Direction::up, 42, std::span(&a, 1)));
   EXPECT_REFUSED(usage, "step", "step 41 is open", feedback.commit(42));
   EXPECT_REFUSED(usage, "step", "step 41 is open", feedback.rollback(40));
   EXPECT_REFUSED(usage, "step", "step 41 is open", feedback.save("unused"));
   EXPECT_FALSE(fs::exists("unused"));
   EXPECT_REFUSED(usage, "step", "step 41 is open", ErrorFeedback::redistribute(std::span(&feedback, 1), 2));
   feedback.rollback(41);
-  feedback.begin(Side::up, 42, std::span(&a, 1));
+  feedback.begin(Direction::up, 42, std::span(&a, 1));
 }
 
 TEST(Feedback, TensorsThatWereNotAddedHaveNoneAndOpenNoStep) {
   ErrorFeedback feedback;
-  feedback.add(Side::up, "a", 1);
+  feedback.add(Direction::up, "a", 1);
   const TensorSpec list[] = {piece("b", 5), piece("a", 0)};
-  auto pointers = feedback.begin(Side::up, 1, list);
+  auto pointers = feedback.begin(Direction::up, 1, list);
   EXPECT_EQ(pointers->before, (std::vector<const void*>{nullptr, nullptr}));
   EXPECT_EQ(pointers->after, (std::vector<void*>{nullptr, nullptr}));
   const TensorSpec a = piece("a", 1);
-  EXPECT_EQ(feedback.begin(Side::down, 2, std::span(&a, 1))->before[0], nullptr) << "the other side";
+  EXPECT_EQ(feedback.begin(Direction::down, 2, std::span(&a, 1))->before[0], nullptr) << "the other side";
   feedback.commit(3);
 }
 
 TEST(Feedback, PiecesThatCrossTheEndsAreRefused) {
   ErrorFeedback feedback;
-  feedback.add(Side::down, "a", 10, 100);
+  feedback.add(Direction::down, "a", 10, 100);
   for (auto [first, count] : {std::pair{99, 2}, {109, 2}, {100, 11}, {50, 100}}) {
     const TensorSpec a = piece("a", count, first);
-    EXPECT_REFUSED(usage, "first", "'a'", feedback.begin(Side::down, 1, std::span(&a, 1)));
+    EXPECT_REFUSED(usage, "first", "'a'", feedback.begin(Direction::down, 1, std::span(&a, 1)));
   }
 }
 
 TEST(Feedback, ABeginThatFailsBeginsNothing) {
   ErrorFeedback feedback;
-  feedback.add(Side::up, "a", 2);
-  feedback.add(Side::up, "b", 2);
+  feedback.add(Direction::up, "a", 2);
+  feedback.add(Direction::up, "b", 2);
   const TensorSpec bad[] = {piece("a", 2), piece("b", 3)};
-  EXPECT_REFUSED(usage, "first", "'b'", feedback.begin(Side::up, 1, bad));
-  step(feedback, Side::up, 2, bad[0], DType::f32, [](uint64_t) { return 5.0f; });
-  EXPECT_EQ(feedback.residual(Side::up, "a"), (std::vector<float>{5, 5}));
-  EXPECT_EQ(feedback.residual(Side::up, "b"), (std::vector<float>{0, 0}));
+  EXPECT_REFUSED(usage, "first", "'b'", feedback.begin(Direction::up, 1, bad));
+  step(feedback, Direction::up, 2, bad[0], DType::f32, [](uint64_t) { return 5.0f; });
+  EXPECT_EQ(feedback.residual(Direction::up, "a"), (std::vector<float>{5, 5}));
+  EXPECT_EQ(feedback.residual(Direction::up, "b"), (std::vector<float>{0, 0}));
 }
 
 TEST(Feedback, LossScaleMustBeFiniteAndPositive) {
   ErrorFeedback feedback;
   for (float scale : {0.0f, -1.0f, INFINITY, NAN})
-    EXPECT_REFUSED(usage, "loss_scale", "loss_scale", feedback.begin(Side::up, 1, {}, scale));
+    EXPECT_REFUSED(usage, "loss_scale", "loss_scale", feedback.begin(Direction::up, 1, {}, scale));
 }
 
 TEST(Feedback, HashTellsStatesApart) {
-  const auto hash = [](DType dtype, Side side, const std::string& name, uint64_t count, uint64_t first, float value) {
+  const auto hash = [](DType dtype, Direction direction, const std::string& name, uint64_t count, uint64_t first,
+                       float value) {
     ErrorFeedback feedback(dtype);
-    feedback.add(side, name, count, first);
-    step(feedback, side, 1, piece(name, count, first), dtype, [&](uint64_t) { return value; });
+    feedback.add(direction, name, count, first);
+    step(feedback, direction, 1, piece(name, count, first), dtype, [&](uint64_t) { return value; });
     return feedback.hash();
   };
-  const uint64_t base = hash(DType::f32, Side::up, "a", 4, 0, 1);
-  EXPECT_EQ(base, hash(DType::f32, Side::up, "a", 4, 0, 1));
-  EXPECT_NE(base, hash(DType::bf16, Side::up, "a", 4, 0, 1));
-  EXPECT_NE(base, hash(DType::f32, Side::down, "a", 4, 0, 1));
-  EXPECT_NE(base, hash(DType::f32, Side::up, "b", 4, 0, 1));
-  EXPECT_NE(base, hash(DType::f32, Side::up, "a", 5, 0, 1));
-  EXPECT_NE(base, hash(DType::f32, Side::up, "a", 4, 1, 1));
-  EXPECT_NE(base, hash(DType::f32, Side::up, "a", 4, 0, -1));
+  const uint64_t base = hash(DType::f32, Direction::up, "a", 4, 0, 1);
+  EXPECT_EQ(base, hash(DType::f32, Direction::up, "a", 4, 0, 1));
+  EXPECT_NE(base, hash(DType::bf16, Direction::up, "a", 4, 0, 1));
+  EXPECT_NE(base, hash(DType::f32, Direction::down, "a", 4, 0, 1));
+  EXPECT_NE(base, hash(DType::f32, Direction::up, "b", 4, 0, 1));
+  EXPECT_NE(base, hash(DType::f32, Direction::up, "a", 5, 0, 1));
+  EXPECT_NE(base, hash(DType::f32, Direction::up, "a", 4, 1, 1));
+  EXPECT_NE(base, hash(DType::f32, Direction::up, "a", 4, 0, -1));
 }
 
 // ---- another world
@@ -261,11 +263,11 @@ std::vector<double> debt(std::span<const ErrorFeedback> ranks, const std::string
   std::vector<double> sum(count, 0.0);
   const int world = static_cast<int>(ranks.size());
   for (const ErrorFeedback& rank : ranks) {
-    const std::vector<float> up = rank.residual(Side::up, name);
+    const std::vector<float> up = rank.residual(Direction::up, name);
     for (uint64_t i = 0; i < count; ++i) sum[i] += static_cast<double>(up[i]) / world;
   }
   for (const OwnedRun& run : owners(name, count, world)) {
-    const std::vector<float> down = ranks[static_cast<size_t>(run.owner)].residual(Side::down, name, run.first);
+    const std::vector<float> down = ranks[static_cast<size_t>(run.owner)].residual(Direction::down, name, run.first);
     for (uint64_t i = 0; i < run.count; ++i) sum[run.first + i] += down[i];
   }
   return sum;
@@ -284,12 +286,12 @@ TEST(Feedback, AnotherWorldOwesTheSame) {
       for (int r = 0; r < from; ++r) {
         ErrorFeedback& rank = ranks.emplace_back(dtype);
         for (const auto& [name, count] : sizes) {
-          rank.add(Side::up, name, count);
-          step(rank, Side::up, 1, piece(name, count), dtype, [&](uint64_t) { return normal(random); });
+          rank.add(Direction::up, name, count);
+          step(rank, Direction::up, 1, piece(name, count), dtype, [&](uint64_t) { return normal(random); });
           for (const OwnedRun& run : owners(name, count, from))
             if (run.owner == r) {
-              rank.add(Side::down, name, run.count, run.first);
-              step(rank, Side::down, 2, piece(name, run.count, run.first), dtype,
+              rank.add(Direction::down, name, run.count, run.first);
+              step(rank, Direction::down, 2, piece(name, run.count, run.first), dtype,
                    [&](uint64_t) { return normal(random); });
             }
         }
@@ -299,7 +301,7 @@ TEST(Feedback, AnotherWorldOwesTheSame) {
       const double unit = dtype == DType::f32 ? 0x1p-24 : 0x1p-8;
       for (const auto& [name, count] : sizes) {
         const std::vector<double> before = debt(ranks, name, count), after = debt(fresh, name, count);
-        const std::vector<float> up = fresh[0].residual(Side::up, name);
+        const std::vector<float> up = fresh[0].residual(Direction::up, name);
         for (uint64_t i = 0; i < count; ++i)
           ASSERT_NEAR(before[i], after[i], unit * std::abs(up[i]) * 1.01 + 1e-13) << name << " " << i;
       }
@@ -310,24 +312,24 @@ TEST(Feedback, AnotherWorldStartsAllRanksAlikeUpAndHoldsNoMoreThanItsShardsDown)
   const uint64_t count = 3 * kPieceGrain + 5;
   std::vector<ErrorFeedback> ranks;
   for (int r = 0; r < 2; ++r) {
-    ranks.emplace_back().add(Side::up, "a", count);
-    step(ranks.back(), Side::up, 1, piece("a", count), DType::f32,
+    ranks.emplace_back().add(Direction::up, "a", count);
+    step(ranks.back(), Direction::up, 1, piece("a", count), DType::f32,
          [&](uint64_t i) { return static_cast<float>(i % 7 + r); });
     for (const OwnedRun& run : owners("b", count, 2))
       if (run.owner == r) {
-        ranks.back().add(Side::down, "b", run.count, run.first);
-        step(ranks.back(), Side::down, 2, piece("b", run.count, run.first), DType::f32,
+        ranks.back().add(Direction::down, "b", run.count, run.first);
+        step(ranks.back(), Direction::down, 2, piece("b", run.count, run.first), DType::f32,
              [](uint64_t i) { return static_cast<float>(i); });
       }
   }
   const std::vector<ErrorFeedback> fresh = ErrorFeedback::redistribute(ranks, 3);
   for (const ErrorFeedback& rank : fresh) {
-    EXPECT_EQ(rank.residual(Side::up, "a"), fresh[0].residual(Side::up, "a"));
-    EXPECT_EQ(rank.residual(Side::up, "a")[9], 2.5f);
+    EXPECT_EQ(rank.residual(Direction::up, "a"), fresh[0].residual(Direction::up, "a"));
+    EXPECT_EQ(rank.residual(Direction::up, "a")[9], 2.5f);
   }
   uint64_t covered = 0;
   for (const OwnedRun& run : owners("b", count, 3)) {
-    const std::vector<float> down = fresh[static_cast<size_t>(run.owner)].residual(Side::down, "b", run.first);
+    const std::vector<float> down = fresh[static_cast<size_t>(run.owner)].residual(Direction::down, "b", run.first);
     ASSERT_EQ(down.size(), run.count);
     EXPECT_EQ(down.front(), static_cast<float>(run.first));
     EXPECT_EQ(down.back(), static_cast<float>(run.first + run.count - 1));
@@ -341,16 +343,16 @@ TEST(Feedback, AnotherWorldStartsAllRanksAlikeUpAndHoldsNoMoreThanItsShardsDown)
 TEST(Feedback, MeansAreRoundedOnce) {
   std::vector<ErrorFeedback> ranks;
   for (float value : {4.0f, 0x1p-6f, 0x1p-30f, 0.0f}) {
-    ranks.emplace_back(DType::bf16).add(Side::up, "a", 1);
-    step(ranks.back(), Side::up, 1, piece("a", 1), DType::bf16, [&](uint64_t) { return value; });
+    ranks.emplace_back(DType::bf16).add(Direction::up, "a", 1);
+    step(ranks.back(), Direction::up, 1, piece("a", 1), DType::bf16, [&](uint64_t) { return value; });
   }
-  EXPECT_EQ(ErrorFeedback::redistribute(ranks, 1)[0].residual(Side::up, "a")[0], 1 + 0x1p-7f);
+  EXPECT_EQ(ErrorFeedback::redistribute(ranks, 1)[0].residual(Direction::up, "a")[0], 1 + 0x1p-7f);
 }
 
 TEST(Feedback, StatesThatDoNotFitTogetherAreRefused) {
-  const auto state = [](Side side, uint64_t count, uint64_t first, DType dtype = DType::f32) {
+  const auto state = [](Direction direction, uint64_t count, uint64_t first, DType dtype = DType::f32) {
     ErrorFeedback feedback(dtype);
-    feedback.add(side, "a", count, first);
+    feedback.add(direction, "a", count, first);
     return feedback;
   };
   const auto refused = [](const std::string& field, ErrorFeedback a, ErrorFeedback b) {
@@ -359,14 +361,14 @@ TEST(Feedback, StatesThatDoNotFitTogetherAreRefused) {
     ranks.push_back(std::move(b));
     EXPECT_REFUSED(usage, field, "rank", ErrorFeedback::redistribute(ranks, 2));
   };
-  refused("ranks", state(Side::up, 4, 0), state(Side::up, 5, 0));
-  refused("ranks", state(Side::up, 4, 0), ErrorFeedback());
-  refused("ranks", ErrorFeedback(), state(Side::up, 4, 0));
-  refused("residual", state(Side::up, 4, 0), state(Side::up, 4, 0, DType::bf16));
+  refused("ranks", state(Direction::up, 4, 0), state(Direction::up, 5, 0));
+  refused("ranks", state(Direction::up, 4, 0), ErrorFeedback());
+  refused("ranks", ErrorFeedback(), state(Direction::up, 4, 0));
+  refused("residual", state(Direction::up, 4, 0), state(Direction::up, 4, 0, DType::bf16));
   const auto hole = [&](uint64_t first, uint64_t second) {
     std::vector<ErrorFeedback> ranks;
-    ranks.push_back(state(Side::down, 4, first));
-    ranks.push_back(state(Side::down, 4, second));
+    ranks.push_back(state(Direction::down, 4, first));
+    ranks.push_back(state(Direction::down, 4, second));
     EXPECT_REFUSED(usage, "ranks", "exactly once", ErrorFeedback::redistribute(ranks, 2));
   };
   hole(0, 5);
@@ -391,17 +393,17 @@ class FeedbackFile : public testing::Test {
 
   static ErrorFeedback filled(DType dtype, float salt = 0) {
     ErrorFeedback feedback(dtype);
-    const auto put = [&](Side side, const std::string& name, uint64_t count, uint64_t first) {
-      feedback.add(side, name, count, first);
-      step(feedback, side, 1, piece(name, count, first), dtype, [&](uint64_t i) {
+    const auto put = [&](Direction direction, const std::string& name, uint64_t count, uint64_t first) {
+      feedback.add(direction, name, count, first);
+      step(feedback, direction, 1, piece(name, count, first), dtype, [&](uint64_t i) {
         return std::ldexp(static_cast<float>(i % 251) - 100 + salt, static_cast<int>(i % 60) - 30);
       });
     };
-    put(Side::up, "layer1.weight", 5, 0);
-    put(Side::up, "", 3, 0);
-    put(Side::down, "layer1.weight", 2, 32768);
-    put(Side::down, "layer1.weight", 4, 65536);
-    put(Side::down, std::string("\xc3\xa9\0x", 4), 1, 7);
+    put(Direction::up, "layer1.weight", 5, 0);
+    put(Direction::up, "", 3, 0);
+    put(Direction::down, "layer1.weight", 2, 32768);
+    put(Direction::down, "layer1.weight", 4, 65536);
+    put(Direction::down, std::string("\xc3\xa9\0x", 4), 1, 7);
     return feedback;
   }
 
@@ -433,16 +435,17 @@ class FeedbackFile : public testing::Test {
 TEST_F(FeedbackFile, ComesBackBitForBit) {
   for (DType dtype : {DType::f32, DType::bf16}) {
     ErrorFeedback saved = filled(dtype);
-    saved.add(Side::up, "big", 1'500'001);  // several chunks
-    step(saved, Side::up, 2, piece("big", 1'500'001), dtype,
+    saved.add(Direction::up, "big", 1'500'001);  // several chunks
+    step(saved, Direction::up, 2, piece("big", 1'500'001), dtype,
          [](uint64_t i) { return static_cast<float>(i % 1009) - 500; });
     saved.save(path_);
     ErrorFeedback loaded = ErrorFeedback::load(path_);
     EXPECT_EQ(loaded.hash(), saved.hash());
-    EXPECT_EQ(loaded.residual(Side::down, "layer1.weight", 65536), saved.residual(Side::down, "layer1.weight", 65536));
+    EXPECT_EQ(loaded.residual(Direction::down, "layer1.weight", 65536),
+              saved.residual(Direction::down, "layer1.weight", 65536));
     // It goes on from there.
     for (ErrorFeedback* feedback : {&saved, &loaded})
-      step(*feedback, Side::up, 3, piece("layer1.weight", 2, 1), dtype,
+      step(*feedback, Direction::up, 3, piece("layer1.weight", 2, 1), dtype,
            [](uint64_t i) { return static_cast<float>(i); });
     EXPECT_EQ(loaded.hash(), saved.hash());
     EXPECT_EQ(files(), 1u) << "a temporary file was left";
@@ -530,7 +533,7 @@ TEST_F(FeedbackFile, LiesAreNamed) {
   lie(24, uint64_t{12}, "table_bytes", "allowed");
   lie(32, uint64_t{48}, "file_bytes", "says 48");
   // The first entry: ("up", "").
-  lie(48, uint32_t{3}, "side", "allowed");
+  lie(48, uint32_t{3}, "direction", "allowed");
   lie(52, UINT32_MAX, "name_bytes", "left");
   lie(56, UINT64_MAX - 1, "first", "past 2^64");
   lie(64, UINT64_MAX, "count", "left");
@@ -574,7 +577,7 @@ TEST_F(FeedbackFile, APlaceThatCannotBeWrittenIsNamed) {
   const std::string nowhere = (folder_ / "missing" / "residuals").string();
   EXPECT_REFUSED(io, "path", nowhere, ErrorFeedback().save(nowhere));
   fs::create_directories(path_ + "/full");  // a folder stands where the file should
-  EXPECT_REFUSED(io, "rename", path_, ErrorFeedback().save(path_));
+  EXPECT_REFUSED(io, "path", path_, ErrorFeedback().save(path_));
   EXPECT_EQ(files(), 1u) << "a temporary file was left";
 }
 

@@ -33,9 +33,9 @@ const char* const kLearners[] = {"optquant:bits=3,refit=3",
 
 double rate_of(uint64_t step) { return 0.1 / static_cast<double>(1 + step); }
 
-std::vector<std::vector<uint32_t>> tables(const Reducer& reducer, Side side) {
+std::vector<std::vector<uint32_t>> tables(const Reducer& reducer, Direction direction) {
   std::vector<std::vector<uint32_t>> all;
-  for (const Codec& codec : reducer.codecs(side)) all.emplace_back(codec.table().begin(), codec.table().end());
+  for (const Codec& codec : reducer.codecs(direction)) all.emplace_back(codec.table().begin(), codec.table().end());
   return all;
 }
 
@@ -52,8 +52,7 @@ TEST(Learning, RanksLearnTheSameAndTheTablesMove) {
           reducer.set_rate(rate_of(step));
           const Data in = gradients(kTensors, engine.rank(), step);
           reducer.run(step, in.in(), results[me].out());
-          reducer.commit(step);
-          seen[me].push_back(tables(reducer, Side::up));
+          seen[me].push_back(tables(reducer, Direction::up));
         }
       });
       expect_identical(results, what);
@@ -76,7 +75,6 @@ TEST(Learning, ARestoredRunGoesOnBitForBit) {
           reducer.set_rate(rate_of(step));
           reducer.run(step, gradients(kTensors, engine.rank(), step).in(),
                       out[static_cast<size_t>(engine.rank())].out());
-          reducer.commit(step);
         }
       };
       std::vector<uint64_t> hashes(2);
@@ -132,11 +130,11 @@ TEST(Learning, EvidenceIsTheSameInAnyOrderOfRanks) {
       std::vector<std::byte> message(plan.message_bytes());
       runner->encode(data.in(), {}, message);
       const uint32_t which[] = {0};
-      learner.look(*runner, which, 0, data.in(), nullptr, message);
+      learner.observe(*runner, which, 0, data.in(), nullptr, message);
       runner->wait();
       learner.collect();
-      evidence.emplace_back(learner.evidence_bytes());
-      learner.take_evidence(evidence.back());
+      evidence.emplace_back(learner.stats_bytes());
+      learner.take_stats(evidence.back());
     }
     std::vector<std::byte> state;
     std::vector<size_t> order = {0, 1, 2, 3};
@@ -173,11 +171,10 @@ TEST(Learning, WarmingUpIsExact) {
                  b = gradients(kTensors, 1, step);
       Data& out = results[static_cast<size_t>(engine.rank())];
       reducer.run(step, mine.in(), out.out());
-      reducer.commit(step);
       bool exact = true;
       for (uint64_t i = 0; i < kTensors[0].count; ++i) exact &= out.get(0, i) == (a.get(0, i) + b.get(0, i)) / 2;
       EXPECT_EQ(exact, step < 2) << "step " << step;
-      EXPECT_EQ(reducer.codecs(Side::up)[0].name(), step < 2 ? "fp32" : "casq");
+      EXPECT_EQ(reducer.codecs(Direction::up)[0].name(), step < 2 ? "fp32" : "casq");
     }
   });
 }
@@ -210,8 +207,7 @@ TEST(Learning, ZeroGradientsCostAHeader) {
       Data in = gradients(kTensors, 0, step), out(kTensors);
       if (step == 1) in.fill([](size_t, uint64_t) { return 0.0f; });
       reducer.run(step, in.in(), out.out());
-      reducer.commit(step);
-      bytes.push_back(reducer.codecs(Side::up)[0].bytes(kTensors[0].count));
+      bytes.push_back(reducer.codecs(Direction::up)[0].bytes(kTensors[0].count));
       for (uint64_t i = 0; step == 1 && i < kTensors[0].count; ++i) ASSERT_EQ(out.get(0, i), 0.0f);
     }
   });
@@ -235,9 +231,8 @@ TEST(Learning, TheBudgetOfDqsgdHolds) {
         for (size_t t = 0; t < kTensors.size(); ++t)
           for (uint64_t i = 0; i < kTensors[t].count; ++i) in.set(t, i, in.get(t, i) * scale);
         reducer.run(step, in.in(), out.out());
-        reducer.commit(step);
         if (engine.rank() != 0) continue;
-        const int bits = static_cast<int>(reducer.codecs(Side::up)[0].table()[0]);
+        const int bits = static_cast<int>(reducer.codecs(Direction::up)[0].table()[0]);
         spent += bits;
         least = std::min(least, bits);
         most = std::max(most, bits);

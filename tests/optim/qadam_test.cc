@@ -31,10 +31,10 @@ class Channel {
         runner_(make_runner(plan_, Device{})),
         message_(plan_.message_bytes()),
         feedback_(feedback ? std::make_unique<ErrorFeedback>() : nullptr) {
-    if (feedback_) feedback_->add(Side::up, "x", count);
+    if (feedback_) feedback_->add(Direction::up, "x", count);
   }
   void pass(uint64_t step, const Array& in, Array& out) {
-    const auto residuals = feedback_ ? feedback_->begin(Side::up, step, plan_.tensors()) : nullptr;
+    const auto residuals = feedback_ ? feedback_->begin(Direction::up, step, plan_.tensors()) : nullptr;
     const void* from[] = {in.data()};
     void* to[] = {out.data()};
     runner_->encode(from, {.step = step}, message_, residuals ? &residuals->residuals : nullptr);

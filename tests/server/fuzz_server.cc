@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// libFuzzer throws bytes at what the server reads from connections (the head of a frame, a worker's signature) and from disk: a safetensors file (of anybody, for first weights) and its
-// own checkpoint, as the bytes come and with the check at the end made right, so that the fields behind it are reached.
-// Only gradwire::Error may come out; another exception, a sanitizer's report or a broken promise (trap) is a finding.
+// libFuzzer throws bytes at what the server reads from connections (the head of a frame, a worker's signature) and from
+// disk: a safetensors file (of anybody, for first weights) and its own checkpoint, as the bytes come and with the check
+// at the end made right, so that the fields behind it are reached. Only gradwire::Error may come out; another
+// exception, a sanitizer's report or a broken promise (trap) is a finding.
 //
 // What does not look like a file is the text of a header, or a change of some bytes in an honest checkpoint: the first
 // byte chooses.
@@ -122,7 +123,7 @@ void fuzz_mutated(const uint8_t* data, size_t size) {
     return bytes;
   }();
   std::string bytes = honest;
-  // Each piece of input: where (2 bytes), how many bytes give way (1), how many come (1), and those.
+  // Each range of input: where (2 bytes), how many bytes give way (1), how many come (1), and those.
   while (size >= 4) {
     const size_t at = (data[0] | data[1] << 8) % (bytes.size() + 1);
     const size_t gone = std::min<size_t>(data[2] % 32, bytes.size() - at),
@@ -153,7 +154,8 @@ void fuzz_safetensors(const uint8_t* data, size_t size) {
   }
 }
 
-// What comes over a connection: a frame's head, as it is and with its check made right, and what a worker says it trains.
+// What comes over a connection: a frame's head, as it is and with its check made right, and what a worker says it
+// trains.
 void fuzz_frame(const uint8_t* data, size_t size) {
   std::array<std::byte, kFrameHead> head{};
   if (size > 0) std::memcpy(head.data(), data, std::min(size, head.size()));
@@ -177,7 +179,8 @@ void fuzz_signature(const uint8_t* data, size_t size) {
     check_limits(signature, {.max_elements = 1 << 20, .max_tensors = 64});
     promise(Signature::parse(signature.json()).difference(signature).empty());
     uint64_t elements = 0;
-    for (const Cut& cut : cut_parts(signature, 32768)) elements += cut.role == Role::weights ? cut.elements() : 0;
+    for (const ShardLayout& layout : shard_layouts(signature, 32768))
+      elements += layout.role == ShardRole::weights ? layout.elements() : 0;
     promise(elements == signature.elements());
   } catch (const Error& error) {
     promise(error.kind() == ErrorKind::frame || error.kind() == ErrorKind::usage);

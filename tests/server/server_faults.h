@@ -14,36 +14,36 @@ struct Killed {};  // thrown through a worker: what kill -9 is to a process
 
 // Looks at everything that a worker does with its connection, and may throw, wait, or kill the server, before it
 // happens.
-using Fate = std::function<void(const Frame* sent)>;  // null: it listens
+using LinkHook = std::function<void(const Frame* sent)>;  // null: it listens
 
-class FatedLink final : public Link {
+class HookedLink final : public Link {
  public:
-  FatedLink(std::unique_ptr<Link> inner, Fate fate) : inner_(std::move(inner)), fate_(std::move(fate)) {}
+  HookedLink(std::unique_ptr<Link> inner, LinkHook hook) : inner_(std::move(inner)), hook_(std::move(hook)) {}
   void send(const Frame& frame, const Blob& payload) override {
-    fate_(&frame);
+    hook_(&frame);
     inner_->send(frame, payload);
   }
   bool receive(Frame& frame, Blob& payload, std::chrono::milliseconds patience) override {
-    fate_(nullptr);
+    hook_(nullptr);
     return inner_->receive(frame, payload, patience);
   }
 
  private:
   std::unique_ptr<Link> inner_;
-  Fate fate_;
+  LinkHook hook_;
 };
 
-inline Dialer fated(Rig& rig, uint64_t seed, Fate fate, Mischief mischief = {}) {
-  return [dial = rig.dialer(mischief, seed), fate] { return std::make_unique<FatedLink>(dial(), fate); };
+inline Dialer hooked(ServerFixture& server, uint64_t seed, LinkHook hook, LinkFaults faults = {}) {
+  return [dial = server.dialer(faults, seed), hook] { return std::make_unique<HookedLink>(dial(), hook); };
 }
 
-inline HubOptions faulty(uint32_t min_workers) { return small_hub(min_workers, 60); }
+inline HubOptions fault_options(uint32_t min_workers) { return small_hub(min_workers, kPatience); }
 
-inline void join(Toys& toys) {  // in this order: slots
+inline void join(ToyWorkers& toys) {  // in this order: slots
   for (auto& toy : toys) toy->join();
 }
 
-inline void work(Toys& toys, uint64_t until) {
+inline void work(ToyWorkers& toys, uint64_t until) {
   std::vector<std::thread> threads;
   for (auto& toy : toys)
     threads.emplace_back([&toy, until] {
@@ -52,22 +52,7 @@ inline void work(Toys& toys, uint64_t until) {
   for (std::thread& thread : threads) thread.join();
 }
 
-[[nodiscard]] inline bool eventually(const std::function<bool()>& come, double seconds = 20) {
-  const auto begin = Clock::now();
-  while (!come()) {
-    if (std::chrono::duration<double>(Clock::now() - begin).count() > seconds) return false;
-    std::this_thread::sleep_for(2ms);
-  }
-  return true;
-}
-
-inline void expect_ledger(Hub& hub) {
-  const nlohmann::json ledger = hub.status()["ledger"];
-  EXPECT_GT(ledger["magnitude"].get<double>(), 0);
-  EXPECT_LT(ledger["relative"].get<double>(), 1e-6) << ledger.dump();
-}
-
-inline void expect_agreement(const Toys& toys) {
+inline void expect_agreement(const ToyWorkers& toys) {
   for (const auto& toy : toys) {
     EXPECT_EQ(toy->step, toys[0]->step);
     EXPECT_TRUE(toy->weights.values == toys[0]->weights.values)
@@ -77,7 +62,7 @@ inline void expect_agreement(const Toys& toys) {
 
 // Element by element, for weights by fp32 from zeros and the same workers in all steps: what is missing from their sum
 // is in the residuals. The weights themselves are sums in f32.
-inline void expect_nothing_missing(const Toys& toys, double tolerance = 2e-5) {
+inline void expect_nothing_missing(const ToyWorkers& toys, double tolerance = 2e-5) {
   double worst = 0;
   for (size_t i = 0; i < toys[0]->computed.size(); ++i)
     for (size_t k = 0; k < toys[0]->computed[i].size(); ++k) {
@@ -89,14 +74,14 @@ inline void expect_nothing_missing(const Toys& toys, double tolerance = 2e-5) {
   EXPECT_LT(worst, tolerance);
 }
 
-inline bool on_disk(Rig& rig, uint64_t step) {
+inline bool on_disk(ServerFixture& server, uint64_t step) {
   return eventually([&] {
-    const nlohmann::json status = rig.hub()->status();
+    const nlohmann::json status = server.hub()->status();
     return status["checkpoint"]["saved"] > 0 && status["durable_step"] >= step;
   });
 }
 
-inline std::string state_of_worker(Hub& hub, const Client& client) {
+inline std::string state_of_worker(ServerHub& hub, const Client& client) {
   const nlohmann::json status = hub.status();
   for (const nlohmann::json& one : status["workers"]["list"])
     if (one["id"] == client.id().substr(0, 8)) return one["state"];

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A server and its workers in one process, without a network: frames go through a Wire that can lose, repeat, delay, flip
-// and cut, by a seed. Killing the server drops the Hub without a word, as kill -9 would.
+// A server and its workers in one process, without a network: frames go through a FaultyLink that can repeat, delay and
+// alter them and cut the connection, by a seed. Killing the server destroys the hub without another word, as kill -9
+// would.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -10,6 +11,7 @@
 #include <condition_variable>
 #include <deque>
 #include <filesystem>
+#include <functional>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -22,8 +24,20 @@ namespace gradwire::server {
 
 using namespace std::chrono_literals;
 
-// What a wire does to a frame from a worker; zero: nothing.
-struct Mischief {
+// Tests wait for events. This many seconds without the event are a failure; no test measures how many it took.
+inline constexpr double kPatience = 120;
+
+[[nodiscard]] inline bool eventually(const std::function<bool()>& event, double seconds = kPatience) {
+  const auto begin = SteadyClock::now();
+  while (!event()) {
+    if (seconds_since(begin) > seconds) return false;
+    std::this_thread::sleep_for(2ms);
+  }
+  return true;
+}
+
+// What a link does to a frame from a worker; zero: nothing.
+struct LinkFaults {
   double repeat = 0, swap = 0, flip = 0, cut = 0;  // probabilities
 };
 
@@ -78,46 +92,46 @@ class LocalSession final : public Session {
   std::string words_;
 };
 
-class Rig {
+class ServerFixture {
  public:
-  explicit Rig(HubOptions options) : options_(std::move(options)) { start(); }
-  ~Rig() { kill(); }
+  explicit ServerFixture(HubOptions options) : options_(std::move(options)) { start(); }
+  ~ServerFixture() { kill(); }
 
-  void start() { set(std::make_shared<Hub>(options_)); }
+  void start() { set(std::make_shared<ServerHub>(options_)); }
   void kill() {
-    std::shared_ptr<Hub> old = set(nullptr);
+    std::shared_ptr<ServerHub> old = set(nullptr);
     while (old.use_count() > 1) std::this_thread::sleep_for(1ms);  // a frame is being handled
   }
-  std::shared_ptr<Hub> hub() {
+  std::shared_ptr<ServerHub> hub() {
     const std::lock_guard lock(mutex_);
     return hub_;
   }
   HubOptions& options() { return options_; }
 
-  class Wire final : public Link {
+  class FaultyLink final : public Link {
    public:
-    Wire(Rig& rig, Mischief mischief, uint64_t seed)
-        : rig_(rig), mischief_(mischief), random_(seed), session_(std::make_shared<LocalSession>()) {
-      const std::lock_guard lock(rig_.mutex_);
-      if (!rig_.hub_) throw LinkLost("no server");
-      rig_.sessions_.push_back(session_);
+    FaultyLink(ServerFixture& server, LinkFaults faults, uint64_t seed)
+        : server_(server), faults_(faults), random_(seed), session_(std::make_shared<LocalSession>()) {
+      const std::lock_guard lock(server_.mutex_);
+      if (!server_.hub_) throw LinkLost("no server");
+      server_.sessions_.push_back(session_);
     }
-    ~Wire() override {
+    ~FaultyLink() override {
       session_->kill();
-      if (const auto hub = rig_.hub()) hub->vanished(session_.get());
+      if (const auto hub = server_.hub()) hub->vanished(session_.get());
     }
     void send(const Frame& frame, const Blob& payload) override {
-      if (chance(mischief_.cut)) {
+      if (chance(faults_.cut)) {
         session_->kill();
-        if (const auto hub = rig_.hub()) hub->vanished(session_.get());
+        if (const auto hub = server_.hub()) hub->vanished(session_.get());
         throw LinkLost("cut by the wire");
       }
-      if (frame.kind == Kind::update && chance(mischief_.swap)) {  // overtaken by the next one
+      if (frame.kind == FrameKind::update && chance(faults_.swap)) {  // overtaken by the next one
         held_.emplace_back(frame, payload);
         return;
       }
       deliver(frame, payload);
-      if (frame.kind == Kind::update && chance(mischief_.repeat)) deliver(frame, payload);
+      if (frame.kind == FrameKind::update && chance(faults_.repeat)) deliver(frame, payload);
       for (const auto& [late, content] : std::exchange(held_, {})) deliver(late, content);
     }
     bool receive(Frame& frame, Blob& payload, std::chrono::milliseconds patience) override {
@@ -128,9 +142,9 @@ class Rig {
    private:
     bool chance(double p) { return p > 0 && std::uniform_real_distribution<>(0, 1)(random_) < p; }
     void deliver(const Frame& frame, Blob payload) {
-      const auto hub = rig_.hub();
+      const auto hub = server_.hub();
       if (!hub) throw LinkLost("no server");
-      if (frame.kind == Kind::update && chance(mischief_.flip)) {
+      if (frame.kind == FrameKind::update && chance(faults_.flip)) {
         std::vector<std::byte> bytes = *payload;
         bytes[random_() % bytes.size()] ^= std::byte(1u << random_() % 8);
         payload = make_blob(std::move(bytes));
@@ -139,20 +153,20 @@ class Rig {
       hub->received(session_, frame, payload ? payload : make_blob({}), [] {});
     }
 
-    Rig& rig_;
-    Mischief mischief_;
+    ServerFixture& server_;
+    LinkFaults faults_;
     std::mt19937_64 random_;
     std::shared_ptr<LocalSession> session_;
     std::vector<std::pair<Frame, Blob>> held_;
   };
-  Dialer dialer(Mischief mischief = {}, uint64_t seed = 1) {
-    return [this, mischief, seed, count = std::make_shared<uint64_t>(0)] {
-      return std::make_unique<Wire>(*this, mischief, seed * 1000 + ++*count);
+  Dialer dialer(LinkFaults faults = {}, uint64_t seed = 1) {
+    return [this, faults, seed, count = std::make_shared<uint64_t>(0)] {
+      return std::make_unique<FaultyLink>(*this, faults, seed * 1000 + ++*count);
     };
   }
 
  private:
-  std::shared_ptr<Hub> set(std::shared_ptr<Hub> hub) {
+  std::shared_ptr<ServerHub> set(std::shared_ptr<ServerHub> hub) {
     const std::lock_guard lock(mutex_);
     std::swap(hub_, hub);
     if (!hub_)
@@ -163,7 +177,7 @@ class Rig {
 
   HubOptions options_;
   std::mutex mutex_;
-  std::shared_ptr<Hub> hub_;
+  std::shared_ptr<ServerHub> hub_;
   std::vector<std::weak_ptr<LocalSession>> sessions_;
 };
 
@@ -177,11 +191,11 @@ inline Signature small_signature(uint64_t scale = 1) {
   return signature;
 }
 
-// Tensors of a model, with the pointers that clients take.
-struct Tensors {
+// ToyTensors of a model, with the pointers that clients take.
+struct ToyTensors {
   std::vector<std::vector<float>> values;
   std::vector<float*> pointers;
-  explicit Tensors(const Signature& signature, float fill = 0) {
+  explicit ToyTensors(const Signature& signature, float fill = 0) {
     for (const Variable& one : signature.parameters) values.emplace_back(one.count(), fill);
     for (auto& one : values) pointers.push_back(one.data());
   }
@@ -193,12 +207,13 @@ struct Tensors {
   }
 };
 
-// A worker with a problem of its own: half the squared distance to a target, with noise. Adds up, in double, what it computed.
-class Toy {
+// A worker with a problem of its own: half the squared distance to a target, with noise. Adds up, in double, what it
+// computed.
+class ToyWorker {
  public:
-  Toy(Rig& rig, const Signature& signature, uint64_t seed, Mischief mischief = {})
-      : Toy(rig.dialer(mischief, seed), signature, seed) {}
-  Toy(Dialer dial, const Signature& signature, uint64_t seed)
+  ToyWorker(ServerFixture& server, const Signature& signature, uint64_t seed, LinkFaults faults = {})
+      : ToyWorker(server.dialer(faults, seed), signature, seed) {}
+  ToyWorker(Dialer dial, const Signature& signature, uint64_t seed)
       : random_(seed),
         weights(signature),
         update(signature),
@@ -206,7 +221,7 @@ class Toy {
                 .dial = std::move(dial),
                 .name = "toy" + std::to_string(seed),
                 .id = {},
-                .patience_s = 30}) {
+                .patience_s = kPatience}) {
     for (const auto& one : weights.values) computed.emplace_back(one.size());
   }
   uint64_t join() { return step = client.join(weights.pointers); }
@@ -236,17 +251,17 @@ class Toy {
   std::mt19937_64 random_;
 
  public:
-  Tensors weights, update;
+  ToyTensors weights, update;
   std::vector<std::vector<double>> computed;
   Client client;
   uint64_t step = 0;
 };
 
-using Toys = std::vector<std::unique_ptr<Toy>>;
+using ToyWorkers = std::vector<std::unique_ptr<ToyWorker>>;
 
-inline Toys crew(Rig& rig, const Signature& signature, size_t count) {
-  Toys toys;
-  for (size_t i = 0; i < count; ++i) toys.push_back(std::make_unique<Toy>(rig, signature, i + 1));
+inline ToyWorkers make_workers(ServerFixture& server, const Signature& signature, size_t count) {
+  ToyWorkers toys;
+  for (size_t i = 0; i < count; ++i) toys.push_back(std::make_unique<ToyWorker>(server, signature, i + 1));
   return toys;
 }
 
@@ -255,9 +270,15 @@ inline HubOptions small_hub(uint32_t min_workers, double deadline_s) {
   HubOptions options;
   options.min_workers = min_workers;
   options.threads = 2;
-  options.part_elements = 32768;
+  options.shard_elements = 32768;
   options.deadline_s = deadline_s;
   return options;
+}
+
+inline void expect_ledger(const ServerHub& hub) {
+  const nlohmann::json ledger = hub.status()["ledger"];
+  EXPECT_GT(ledger["magnitude"].get<double>(), 0);
+  EXPECT_LT(ledger["relative"].get<double>(), 1e-6) << ledger.dump();
 }
 
 inline std::string scratch_file(const std::string& name) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a server is told by those who are not what they say: frames of wrong kinds, parts and orders, texts that are
-// none, messages of other models, numbers that are not. It answers with a refusal or a verdict, goes on reading, and no
-// weight is changed by it.
+// Malformed input from workers: frames of wrong kinds, for wrong shards and in wrong orders, texts that are not JSON,
+// messages of other models, numbers that are not finite. The server answers with a refusal or a status and goes on
+// reading, and no weight changes.
 #include <limits>
 
 #include "server/server_faults.h"
@@ -20,35 +20,35 @@ Blob words(const std::string& text) {
   return make_blob({bytes.begin(), bytes.end()});
 }
 
-// A session that says whatever it likes.
-class Stranger {
+// A session that can send any frame.
+class UntrustedWorker {
  public:
-  explicit Stranger(Rig& rig) : rig_(rig) {}
-  ~Stranger() { rig_.hub()->vanished(session_.get()); }
+  explicit UntrustedWorker(ServerFixture& server) : server_(server) {}
+  ~UntrustedWorker() { server_.hub()->vanished(session_.get()); }
 
   void say(const Frame& frame, Blob payload) {
     ++said_;
     EXPECT_NO_THROW(
-        rig_.hub()->received(session_, frame, payload ? payload : make_blob({}), [read = read_] { ++*read; }));
+        server_.hub()->received(session_, frame, payload ? payload : make_blob({}), [read = read_] { ++*read; }));
   }
   void hello(const Signature& signature, const std::string& id = "stranger0") {
-    say({.kind = Kind::hello}, text_blob({{"id", id}, {"name", ""}, {"signature", signature.json()}}));
+    say({.kind = FrameKind::hello}, text_blob({{"id", id}, {"name", ""}, {"signature", signature.json()}}));
   }
   // Everything that was said has been read, and the session may say more.
   bool read() const {
     return eventually([&] { return *read_ == said_; });
   }
   // The next answer of a kind.
-  bool hears(Kind kind, Frame& frame, Blob& payload) {
+  bool hears(FrameKind kind, Frame& frame, Blob& payload) {
     try {
-      while (session_->receive(frame, payload, 5000ms))
+      while (session_->receive(frame, payload, 120s))
         if (frame.kind == kind) return true;
     } catch (const std::exception& error) {
       refusal_ = error.what();
     }
     return false;
   }
-  bool hears(Kind kind) {
+  bool hears(FrameKind kind) {
     Frame frame;
     Blob payload;
     return hears(kind, frame, payload);
@@ -67,48 +67,49 @@ class Stranger {
   const std::string& refusal() const { return refusal_; }
 
  private:
-  Rig& rig_;
+  ServerFixture& server_;
   std::shared_ptr<LocalSession> session_ = std::make_shared<LocalSession>();
   std::shared_ptr<std::atomic<int>> read_ = std::make_shared<std::atomic<int>>(0);
   int said_ = 0;
   std::string refusal_;
 };
 
-Blob message_of(const Signature& signature, size_t part, float fill, Way way = Way::up) {
-  const Cut cut = cut_parts(signature, 32768)[part];
-  const Plan plan(specs_of(signature, cut, way));
+Blob message_of(const Signature& signature, size_t shard, float fill, ShardMessage kind = ShardMessage::up) {
+  const ShardLayout layout = shard_layouts(signature, 32768)[shard];
+  const Plan plan(specs_of(signature, layout, kind));
   const auto runner = make_runner(plan, {});
-  std::vector<float> values(cut.elements(), fill);
+  std::vector<float> values(layout.elements(), fill);
   std::vector<const void*> in;
   const float* at = values.data();
-  for (const Piece& piece : cut.pieces) {
+  for (const ParameterRange& range : layout.ranges) {
     in.push_back(at);
-    at += piece.count;
+    at += range.count;
   }
   std::vector<std::byte> message(plan.message_bytes());
   runner->encode(in, {}, message);
   return make_blob(std::move(message));
 }
 
-// An honest worker beside whom others lie. It knows what its weights must be.
-class Witness {
+// An honest worker beside others that send malformed frames. It knows what its weights must be.
+class HonestWorker {
  public:
-  explicit Witness(Rig& rig) : toy_(rig, plain(), 1), expected_(plain()) { toy_.join(); }
+  explicit HonestWorker(ServerFixture& server) : toy_(server, plain(), 1), expected_(plain()) { toy_.join(); }
   void expect_unharmed() {
     toy_.work();
     for (size_t i = 0; i < expected_.values.size(); ++i)
       for (size_t k = 0; k < expected_.values[i].size(); ++k) expected_.values[i][k] -= toy_.update.values[i][k];
     ASSERT_TRUE(toy_.weights.values == expected_.values);
   }
-  Toy& toy() { return toy_; }
+  ToyWorker& toy() { return toy_; }
 
  private:
-  Toy toy_;
-  Tensors expected_;
+  ToyWorker toy_;
+  ToyTensors expected_;
 };
 
-TEST(ServerLies, EveryFlippedBitOfAHeadIsSeen) {
-  const auto head = write_head({.kind = Kind::update, .part = 3, .step = 17, .sequence = 5, .tally = {1, 2, 3}}, 100);
+TEST(ServerMalformed, EveryFlippedBitOfAHeadIsSeen) {
+  const auto head =
+      write_head({.kind = FrameKind::update, .shard = 3, .step = 17, .sequence = 5, .tally = {1, 2, 3}}, 100);
   for (size_t bit = 0; bit < 8 * head.size(); ++bit) {
     auto altered = head;
     altered[bit / 8] ^= std::byte(1u << bit % 8);
@@ -118,25 +119,34 @@ TEST(ServerLies, EveryFlippedBitOfAHeadIsSeen) {
   EXPECT_THROW(read_frame_head(std::span(head).first(95), 100), Error);
 }
 
-TEST(ServerLies, NothingIsHeardBeforeAHello) {
-  Rig rig(faulty(1));
+TEST(ServerMalformed, TextsAreBoundedInDepthBeforeThereIsAValue) {
+  for (const size_t depth : {size_t{64}, size_t{2'000'000}})
+    EXPECT_THROW(read_text(*words("{\"a\":" + std::string(depth, '[') + std::string(depth, ']') + "}")), Error)
+        << depth;
+  EXPECT_NO_THROW(read_text(*words("{\"a\":" + std::string(63, '[') + std::string(63, ']') + "}")));
+  EXPECT_THROW(read_text(*words(std::string(2'000'000, '['))), Error);
+  EXPECT_THROW(read_text(*words("{\"a\":1,\"a\":2}")), Error);
+}
+
+TEST(ServerMalformed, NothingIsHeardBeforeAHello) {
+  ServerFixture server(fault_options(1));
   for (const bool model : {false, true}) {
-    std::optional<Witness> witness;
-    if (model) witness.emplace(rig);
+    std::optional<HonestWorker> honest;
+    if (model) honest.emplace(server);
     for (uint8_t kind = 2; kind <= 68; kind = kind == 8 ? 65 : static_cast<uint8_t>(kind + 1)) {
-      Stranger stranger(rig);
-      stranger.say({.kind = static_cast<Kind>(kind), .sequence = 1}, message_of(plain(), 0, 1));
-      EXPECT_TRUE(stranger.read());
-      EXPECT_TRUE(stranger.refused()) << int{kind};
+      UntrustedWorker untrusted(server);
+      untrusted.say({.kind = static_cast<FrameKind>(kind), .sequence = 1}, message_of(plain(), 0, 1));
+      EXPECT_TRUE(untrusted.read());
+      EXPECT_TRUE(untrusted.refused()) << int{kind};
     }
-    if (model) witness->expect_unharmed();
+    if (model) honest->expect_unharmed();
   }
 }
 
-TEST(ServerLies, HellosThatAreNoneAreRefusedInWords) {
-  HubOptions options = faulty(1);
+TEST(ServerMalformed, HellosThatAreNoneAreRefusedInWords) {
+  HubOptions options = fault_options(1);
   options.limits.max_elements = 100000;
-  Rig rig(options);
+  ServerFixture server(options);
   const nlohmann::json good = {{"id", "stranger0"}, {"name", ""}, {"signature", plain().json()}};
   const auto with = [&](const char* path, nlohmann::json value) {
     nlohmann::json text = good;
@@ -144,169 +154,183 @@ TEST(ServerLies, HellosThatAreNoneAreRefusedInWords) {
     return text.dump();
   };
   const int64_t large = int64_t{1} << 40;
-  const std::vector<std::string> texts = {"",
-                                          "{",
-                                          "[]",
-                                          "null",
-                                          "\xff\xfe",
-                                          std::string(100000, '['),
-                                          R"({"id":1})",
-                                          with("/id", "short"),
-                                          with("/id", std::string(65, 'x')),
-                                          with("/id", nullptr),
-                                          with("/name", std::string(129, 'x')),
-                                          with("/signature", 1),
-                                          with("/signature/parameters", nlohmann::json::array()),
-                                          with("/signature/parameters/0", "w"),
-                                          with("/signature/parameters/0/0", ""),
-                                          with("/signature/parameters/0/0", std::string(1025, 'x')),
-                                          with("/signature/parameters/0/0", "conv.bias"),
-                                          with("/signature/parameters/0/0", "bn.mean"),
-                                          with("/signature/parameters/0/0", "gradwire.state"),
-                                          with("/signature/buffers/0/0", "__metadata__"),
-                                          with("/signature/parameters/0/1", {-1}),
-                                          with("/signature/parameters/0/1", {1.5}),
-                                          with("/signature/parameters/0/1", {large, large}),
-                                          with("/signature/parameters/0/1", {large, (1 << 24) + 1}),
-                                          with("/signature/parameters/0/1", {large + 1}),
-                                          with("/signature/parameters/0/1", std::vector<int>(17, 1)),
-                                          with("/signature/parameters/0/1", {1000000}),
-                                          with("/signature/up", "nonsense"),
-                                          with("/signature/up", 4),
-                                          with("/signature/down", "unigrid:bits=99"),
-                                          with("/signature/pools", 1),
-                                          with("/signature/sends_updates", nullptr)};
-  for (const std::string& text : texts) {
-    Stranger stranger(rig);
-    stranger.say({.kind = Kind::hello}, words(text));
-    EXPECT_TRUE(stranger.read());
-    EXPECT_TRUE(stranger.refused()) << text.substr(0, 200);
-    EXPECT_GT(stranger.refusal().size(), 10u);
+  std::vector<std::string> texts = {"",
+                                    "{",
+                                    "[]",
+                                    "null",
+                                    "\xff\xfe",
+                                    std::string(100000, '['),
+                                    R"({"id":1})",
+                                    with("/id", "short"),
+                                    with("/id", std::string(65, 'x')),
+                                    with("/id", nullptr),
+                                    with("/name", std::string(129, 'x')),
+                                    with("/signature", 1),
+                                    with("/signature/parameters", nlohmann::json::array()),
+                                    with("/signature/parameters/0", "w"),
+                                    with("/signature/parameters/0/0", ""),
+                                    with("/signature/parameters/0/0", std::string(1025, 'x')),
+                                    with("/signature/parameters/0/0", "conv.bias"),
+                                    with("/signature/parameters/0/0", "bn.mean"),
+                                    with("/signature/parameters/0/0", "gradwire.state"),
+                                    with("/signature/buffers/0/0", "__metadata__"),
+                                    with("/signature/parameters/0/1", {-1}),
+                                    with("/signature/parameters/0/1", {1.5}),
+                                    with("/signature/parameters/0/1", {large, large}),
+                                    with("/signature/parameters/0/1", {large, (1 << 24) + 1}),
+                                    with("/signature/parameters/0/1", {large + 1}),
+                                    with("/signature/parameters/0/1", std::vector<int>(17, 1)),
+                                    with("/signature/parameters/0/1", {1000000}),
+                                    with("/signature/up", "nonsense"),
+                                    with("/signature/up", 4),
+                                    with("/signature/down", "unigrid:bits=99"),
+                                    with("/signature/pools", 1),
+                                    with("/signature/sends_updates", nullptr)};
+  // Nested deeper than the stack of a thread could follow, in every field.
+  const std::string deep = std::string(200000, '[') + std::string(200000, ']');
+  for (const char* path : {"/id", "/name", "/signature", "/signature/parameters", "/signature/parameters/0/1/0",
+                           "/signature/up", "/signature/pools", "/unknown"}) {
+    std::string text = with(path, "DEEP");
+    text.replace(text.find("\"DEEP\""), 6, deep);
+    texts.push_back(std::move(text));
   }
-  EXPECT_EQ(rig.hub()->status()["workers"]["present"], 0);
-  Witness witness(rig);
-  witness.expect_unharmed();
-  Stranger twice(rig);
+  for (const std::string& text : texts) {
+    UntrustedWorker untrusted(server);
+    untrusted.say({.kind = FrameKind::hello}, words(text));
+    EXPECT_TRUE(untrusted.read());
+    EXPECT_TRUE(untrusted.refused()) << text.substr(0, 200);
+    EXPECT_GT(untrusted.refusal().size(), 10u);
+  }
+  EXPECT_EQ(server.hub()->status()["workers"]["present"], 0);
+  HonestWorker honest(server);
+  honest.expect_unharmed();
+  UntrustedWorker twice(server);
   twice.hello(plain());
-  EXPECT_TRUE(twice.hears(Kind::welcome));
+  EXPECT_TRUE(twice.hears(FrameKind::welcome));
   twice.hello(plain());
   EXPECT_TRUE(twice.refused());
 }
 
-TEST(ServerLies, NoFrameOfALiarChangesAWeight) {
+TEST(ServerMalformed, NoMalformedFrameChangesAWeight) {
   Signature other = plain();
   other.parameters[0].shape = {30, 100};
   other.parameters[0].name = "other";
   std::vector<std::byte> flipped = *message_of(plain(), 0, 1);
   flipped[flipped.size() / 2] ^= std::byte{1};
   const Blob fine = message_of(plain(), 0, 1), torn = make_blob({fine->begin(), fine->begin() + 1000});
-  struct Lie {
+  struct MalformedFrame {
     const char* name;
     Frame frame;
     Blob payload;
-    std::optional<Verdict> verdict;  // none: it is refused
-    bool at_close = false;           // its head is right: it is seen when the step closes
+    std::optional<UpdateStatus> status;  // nothing: it is refused
+    bool at_close = false;               // its head is right: it is seen when the step closes
   };
-  const std::vector<Lie> lies = {
-      {"no message", {.kind = Kind::update, .sequence = 1}, make_blob({}), Verdict::corrupt},
-      {"noise", {.kind = Kind::update, .sequence = 1}, words(std::string(5000, 'x')), Verdict::corrupt},
+  const std::vector<MalformedFrame> frames = {
+      {"no message", {.kind = FrameKind::update, .sequence = 1}, make_blob({}), UpdateStatus::corrupt},
+      {"noise", {.kind = FrameKind::update, .sequence = 1}, words(std::string(5000, 'x')), UpdateStatus::corrupt},
       {"oversize",
-       {.kind = Kind::update, .sequence = 1},
+       {.kind = FrameKind::update, .sequence = 1},
        make_blob(std::vector<std::byte>(kMaxFrame)),
-       Verdict::corrupt},
-      {"torn", {.kind = Kind::update, .sequence = 1}, torn, Verdict::corrupt},
-      {"flipped", {.kind = Kind::update, .sequence = 1}, make_blob(flipped), Verdict::corrupt, true},
-      {"another part's", {.kind = Kind::update, .sequence = 1}, message_of(plain(), 1, 1), Verdict::corrupt},
-      {"another codec's", {.kind = Kind::update, .sequence = 1}, message_of(small_signature(), 0, 1), Verdict::corrupt},
+       UpdateStatus::corrupt},
+      {"torn", {.kind = FrameKind::update, .sequence = 1}, torn, UpdateStatus::corrupt},
+      {"flipped", {.kind = FrameKind::update, .sequence = 1}, make_blob(flipped), UpdateStatus::corrupt, true},
+      {"another shard's", {.kind = FrameKind::update, .sequence = 1}, message_of(plain(), 1, 1), UpdateStatus::corrupt},
+      {"another codec's",
+       {.kind = FrameKind::update, .sequence = 1},
+       message_of(small_signature(), 0, 1),
+       UpdateStatus::corrupt},
       {"not a number",
-       {.kind = Kind::update, .sequence = 1},
+       {.kind = FrameKind::update, .sequence = 1},
        message_of(plain(), 0, std::nanf("")),
-       Verdict::corrupt,
+       UpdateStatus::corrupt,
        true},
       {"infinite",
-       {.kind = Kind::update, .sequence = 1},
+       {.kind = FrameKind::update, .sequence = 1},
        message_of(plain(), 0, std::numeric_limits<float>::infinity()),
-       Verdict::corrupt,
+       UpdateStatus::corrupt,
        true},
-      {"of the future", {.kind = Kind::update, .step = uint64_t{1} << 63, .sequence = 1}, fine, Verdict::early},
-      {"of no step", {.kind = Kind::update, .step = kNone, .sequence = 1}, fine, Verdict::early},
-      {"without a number", {.kind = Kind::update, .sequence = 0}, fine, {}},
-      {"no such part", {.kind = Kind::update, .part = 4, .sequence = 1}, fine, {}},
-      {"no such part at all", {.kind = Kind::pull, .part = ~0u}, nullptr, {}},
-      {"pull of the future", {.kind = Kind::pull, .step = uint64_t{1} << 63}, nullptr, {}},
-      {"pull of no step", {.kind = Kind::pull, .step = kNone}, nullptr, {}},
-      {"first weights", {.kind = Kind::initial}, fine, {}},
-      {"handover of noise", {.kind = Kind::handover, .sequence = 1}, words("noise"), Verdict::corrupt},
-      {"handover of not a number",
-       {.kind = Kind::handover, .sequence = 1},
+      {"of the future",
+       {.kind = FrameKind::update, .step = uint64_t{1} << 63, .sequence = 1},
+       fine,
+       UpdateStatus::early},
+      {"of no step", {.kind = FrameKind::update, .step = kNone, .sequence = 1}, fine, UpdateStatus::early},
+      {"without a number", {.kind = FrameKind::update, .sequence = 0}, fine, {}},
+      {"no such shard", {.kind = FrameKind::update, .shard = 4, .sequence = 1}, fine, {}},
+      {"no such shard at all", {.kind = FrameKind::pull, .shard = ~0u}, nullptr, {}},
+      {"pull of the future", {.kind = FrameKind::pull, .step = uint64_t{1} << 63}, nullptr, {}},
+      {"pull of no step", {.kind = FrameKind::pull, .step = kNone}, nullptr, {}},
+      {"first weights", {.kind = FrameKind::initial}, fine, {}},
+      {"residual of noise", {.kind = FrameKind::residual, .sequence = 1}, words("noise"), UpdateStatus::corrupt},
+      {"residual of not a number",
+       {.kind = FrameKind::residual, .sequence = 1},
        message_of(plain(), 0, std::nanf("")),
-       Verdict::corrupt},
-      {"buffers of noise", {.kind = Kind::buffers}, words("noise"), {}},
-      {"report of noise", {.kind = Kind::report}, words("\xff{"), {}},
-      {"welcome", {.kind = Kind::welcome}, words("{}"), {}},
-      {"weights", {.kind = Kind::weights}, fine, {}},
-      {"durable", {.kind = Kind::durable}, words("{}"), {}},
-      {"notice", {.kind = Kind::notice}, words("{}"), {}},
+       UpdateStatus::corrupt},
+      {"buffers of noise", {.kind = FrameKind::buffers}, words("noise"), {}},
+      {"report of noise", {.kind = FrameKind::report}, words("\xff{"), {}},
+      {"welcome", {.kind = FrameKind::welcome}, words("{}"), {}},
+      {"weights", {.kind = FrameKind::weights}, fine, {}},
+      {"durable", {.kind = FrameKind::durable}, words("{}"), {}},
+      {"notice", {.kind = FrameKind::notice}, words("{}"), {}},
   };
-  Rig rig(faulty(1));
-  Witness witness(rig);
+  ServerFixture server(fault_options(1));
+  HonestWorker honest(server);
   uint64_t step = 0;
-  for (const Lie& lie : lies) {
-    SCOPED_TRACE(lie.name);
+  for (const MalformedFrame& malformed : frames) {
+    SCOPED_TRACE(malformed.name);
     {
-      Stranger stranger(rig);
-      stranger.hello(plain());
-      ASSERT_TRUE(stranger.hears(Kind::welcome));
-      Frame frame = lie.frame;
-      if (frame.kind == Kind::update && frame.step == 0) frame.step = step;
-      stranger.say(frame, lie.payload);
-      ASSERT_TRUE(stranger.read());
-      if (!lie.verdict) {
-        EXPECT_TRUE(eventually([&] { return stranger.refused(); }));
-      } else if (!lie.at_close) {
+      UntrustedWorker untrusted(server);
+      untrusted.hello(plain());
+      ASSERT_TRUE(untrusted.hears(FrameKind::welcome));
+      Frame frame = malformed.frame;
+      if (frame.kind == FrameKind::update && frame.step == 0) frame.step = step;
+      untrusted.say(frame, malformed.payload);
+      ASSERT_TRUE(untrusted.read());
+      if (!malformed.status) {
+        EXPECT_TRUE(eventually([&] { return untrusted.refused(); }));
+      } else if (!malformed.at_close) {
         Blob unused;
-        ASSERT_TRUE(stranger.hears(Kind::weights, frame, unused));
-        EXPECT_EQ(frame.verdict, *lie.verdict);
+        ASSERT_TRUE(untrusted.hears(FrameKind::weights, frame, unused));
+        EXPECT_EQ(frame.status, *malformed.status);
       }
     }
-    witness.expect_unharmed();
+    honest.expect_unharmed();
     ++step;
   }
-  EXPECT_GT(rig.hub()->status()["refused"]["corrupt"], 10);
+  EXPECT_GT(server.hub()->status()["refused"]["corrupt"], 10);
 }
 
-TEST(ServerLies, AnUpdateThatIsNotFiniteIsLeftOutAndTheOthersOfItsStepCount) {
+TEST(ServerMalformed, AnUpdateThatIsNotFiniteIsLeftOutAndTheOthersOfItsStepCount) {
   for (const float poison :
        {std::nanf(""), std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity()}) {
-    Rig rig(faulty(2));
-    Witness witness(rig);
-    Stranger stranger(rig);
-    stranger.hello(plain());
-    ASSERT_TRUE(stranger.hears(Kind::welcome));
+    ServerFixture server(fault_options(2));
+    HonestWorker honest(server);
+    UntrustedWorker untrusted(server);
+    untrusted.hello(plain());
+    ASSERT_TRUE(untrusted.hears(FrameKind::welcome));
     for (uint32_t p = 0; p < 4; ++p)
-      stranger.say({.kind = Kind::update, .part = p, .step = 0, .sequence = 1}, message_of(plain(), p, poison));
-    witness.expect_unharmed();
+      untrusted.say({.kind = FrameKind::update, .shard = p, .step = 0, .sequence = 1}, message_of(plain(), p, poison));
+    honest.expect_unharmed();
     for (int p = 0; p < 4; ++p) {
       Frame frame;
       Blob payload;
-      ASSERT_TRUE(stranger.hears(Kind::weights, frame, payload));
-      EXPECT_EQ(frame.verdict, Verdict::corrupt);
+      ASSERT_TRUE(untrusted.hears(FrameKind::weights, frame, payload));
+      EXPECT_EQ(frame.status, UpdateStatus::corrupt);
       EXPECT_EQ(frame.contributors, 1u);
       EXPECT_TRUE(payload);
     }
-    EXPECT_EQ(rig.hub()->status()["refused"]["corrupt"], 4);
-    expect_ledger(*rig.hub());
+    EXPECT_EQ(server.hub()->status()["refused"]["corrupt"], 4);
+    expect_ledger(*server.hub());
   }
 }
 
-TEST(ServerLies, WeightsStayFiniteWhateverFiniteUpdatesSay) {
+TEST(ServerMalformed, WeightsStayFiniteWhateverFiniteUpdatesSay) {
   for (const bool updates : {false, true}) {
     Signature signature = plain();
     signature.sends_updates = updates;
-    Rig rig(faulty(1));
-    Toy toy(rig, signature, 1);
+    ServerFixture server(fault_options(1));
+    ToyWorker toy(server, signature, 1);
     toy.join();
-    Tensors huge(signature, 3e38f);
+    ToyTensors huge(signature, 3e38f);
     for (int i = 0; i < 3; ++i) toy.client.exchange(huge.constant(), toy.weights.pointers);
     EXPECT_GT(toy.client.counts().corrupt, 0u);
     for (const auto& tensor : toy.weights.values)
@@ -316,18 +340,18 @@ TEST(ServerLies, WeightsStayFiniteWhateverFiniteUpdatesSay) {
 
 // The first weights.
 
-TEST(ServerLies, FirstWeightsAreAllOfOneWorker) {
-  Rig rig(faulty(1));
-  auto first = std::make_unique<Stranger>(rig);
+TEST(ServerMalformed, FirstWeightsAreAllOfOneWorker) {
+  ServerFixture server(fault_options(1));
+  auto first = std::make_unique<UntrustedWorker>(server);
   first->hello(plain(), "initialiser-1");
-  ASSERT_TRUE(first->hears(Kind::welcome));
-  Toy second(rig, plain(), 2);
+  ASSERT_TRUE(first->hears(FrameKind::welcome));
+  ToyWorker second(server, plain(), 2);
   std::fill(second.weights.values[0].begin(), second.weights.values[0].end(), 7.0f);
   std::fill(second.weights.values[2].begin(), second.weights.values[2].end(), 7.0f);
   std::thread waits([&] { second.join(); });
-  ASSERT_TRUE(eventually([&] { return rig.hub()->status()["workers"]["present"] == 2; }));
+  ASSERT_TRUE(eventually([&] { return server.hub()->status()["workers"]["present"] == 2; }));
   for (uint32_t p = 0; p < 3; ++p)
-    first->say({.kind = Kind::initial, .part = p}, message_of(plain(), p, 1, Way::whole));
+    first->say({.kind = FrameKind::initial, .shard = p}, message_of(plain(), p, 1, ShardMessage::whole));
   ASSERT_TRUE(first->read());
   first.reset();  // dies before the last part
   waits.join();
@@ -335,101 +359,122 @@ TEST(ServerLies, FirstWeightsAreAllOfOneWorker) {
     for (float value : second.weights.values[i]) ASSERT_EQ(value, 7.0f);
 }
 
-TEST(ServerLies, WhoBringsTheFirstWeightsMayLoseItsConnection) {
-  Rig rig(faulty(1));
-  Stranger first(rig);
+TEST(ServerMalformed, WhoBringsTheFirstWeightsMayLoseItsConnection) {
+  ServerFixture server(fault_options(1));
+  UntrustedWorker first(server);
   first.hello(plain(), "initialiser-1");
-  ASSERT_TRUE(first.hears(Kind::welcome));
-  first.say({.kind = Kind::initial, .part = 0}, message_of(plain(), 0, 1, Way::whole));
-  Stranger again(rig);  // before the server has noticed
+  ASSERT_TRUE(first.hears(FrameKind::welcome));
+  first.say({.kind = FrameKind::initial, .shard = 0}, message_of(plain(), 0, 1, ShardMessage::whole));
+  UntrustedWorker again(server);  // before the server has noticed
   again.hello(plain(), "initialiser-1");
   Frame frame;
   Blob payload;
-  ASSERT_TRUE(again.hears(Kind::welcome, frame, payload));
+  ASSERT_TRUE(again.hears(FrameKind::welcome, frame, payload));
   EXPECT_TRUE(read_text(*payload)["initial"]);
   EXPECT_TRUE(first.refused());
-  for (uint32_t p = 0; p < 4; ++p) again.say({.kind = Kind::initial, .part = p}, message_of(plain(), p, 1, Way::whole));
-  Toy toy(rig, plain(), 2);
+  for (uint32_t p = 0; p < 4; ++p)
+    again.say({.kind = FrameKind::initial, .shard = p}, message_of(plain(), p, 1, ShardMessage::whole));
+  ToyWorker toy(server, plain(), 2);
   EXPECT_EQ(toy.join(), 0u);
   EXPECT_EQ(toy.weights.values[0][0], 1.0f);
 }
 
-TEST(ServerLies, BeforeTheFirstWeightsNothingIsTakenOrSaved) {
-  HubOptions options = faulty(1);
-  options.checkpoint = scratch_file("first.gwc");
-  Rig rig(options);
-  for (const Frame& frame : {Frame{.kind = Kind::update, .sequence = 1}, Frame{.kind = Kind::pull},
-                             Frame{.kind = Kind::handover, .sequence = 1}, Frame{.kind = Kind::initial}}) {
-    Stranger stranger(rig);
-    stranger.hello(plain());
-    ASSERT_TRUE(stranger.hears(Kind::welcome));
-    stranger.say(frame, message_of(plain(), 0, frame.kind == Kind::initial ? std::nanf("") : 1));
-    EXPECT_TRUE(stranger.read());
-    EXPECT_TRUE(eventually([&] { return stranger.refused(); }));
+TEST(ServerMalformed, WorkersThatAreForgottenWhileTheyWaitForTheFirstWeightsDoNotCount) {
+  Signature tiny;
+  tiny.parameters = {{"w", {16}}};
+  tiny.up = tiny.down = "fp32";
+  ServerFixture server(fault_options(1));
+  auto first = std::make_unique<UntrustedWorker>(server);
+  first->hello(tiny, "initialiser-1");
+  ASSERT_TRUE(first->hears(FrameKind::welcome));
+  for (int i = 0; i < 4200; ++i) {  // more than the server remembers
+    UntrustedWorker visitor(server);
+    visitor.hello(tiny, "visitor-" + std::to_string(i));
+    visitor.say({.kind = FrameKind::goodbye}, nullptr);
   }
-  {
-    Stranger stranger(rig);
-    stranger.hello(plain());
-    ASSERT_TRUE(stranger.hears(Kind::welcome));
-    stranger.say({.kind = Kind::goodbye}, nullptr);
-    EXPECT_TRUE(stranger.hears(Kind::notice));
-  }
-  EXPECT_FALSE(std::filesystem::exists(options.checkpoint));
-  Witness witness(rig);
-  witness.expect_unharmed();
+  first.reset();
+  EXPECT_EQ(server.hub()->status()["state"], "waiting for the first worker");
+  ToyWorker toy(server, tiny, 1);
+  EXPECT_EQ(toy.join(), 0u);
 }
 
-TEST(ServerLies, ALossWithoutMeasureDoesNotStopCheckpoints) {
-  HubOptions options = faulty(2);
+TEST(ServerMalformed, BeforeTheFirstWeightsNothingIsTakenOrSaved) {
+  HubOptions options = fault_options(1);
+  options.checkpoint = scratch_file("first.gwc");
+  ServerFixture server(options);
+  for (const Frame& frame : {Frame{.kind = FrameKind::update, .sequence = 1}, Frame{.kind = FrameKind::pull},
+                             Frame{.kind = FrameKind::residual, .sequence = 1}, Frame{.kind = FrameKind::initial}}) {
+    UntrustedWorker untrusted(server);
+    untrusted.hello(plain());
+    ASSERT_TRUE(untrusted.hears(FrameKind::welcome));
+    untrusted.say(frame, message_of(plain(), 0, frame.kind == FrameKind::initial ? std::nanf("") : 1));
+    EXPECT_TRUE(untrusted.read());
+    EXPECT_TRUE(eventually([&] { return untrusted.refused(); }));
+  }
+  {
+    UntrustedWorker untrusted(server);
+    untrusted.hello(plain());
+    ASSERT_TRUE(untrusted.hears(FrameKind::welcome));
+    untrusted.say({.kind = FrameKind::goodbye}, nullptr);
+    EXPECT_TRUE(untrusted.hears(FrameKind::notice));
+  }
+  EXPECT_FALSE(std::filesystem::exists(options.checkpoint));
+  HonestWorker honest(server);
+  honest.expect_unharmed();
+}
+
+TEST(ServerMalformed, ALossWithoutMeasureDoesNotStopCheckpoints) {
+  HubOptions options = fault_options(2);
   options.checkpoint = scratch_file("loss.gwc");
   options.save_every = 1;
-  Rig rig(options);
-  Toys toys = crew(rig, small_signature(), 2);
+  ServerFixture server(options);
+  ToyWorkers toys = make_workers(server, small_signature(), 2);
   join(toys);
   for (auto& toy : toys) toy->client.report({{"loss", 1.7e308}});
   std::vector<std::thread> threads;
   for (auto& toy : toys)
     threads.emplace_back(
-        [&toy] { toy->client.exchange(Tensors(small_signature(), 0.1f).constant(), toy->weights.pointers); });
+        [&toy] { toy->client.exchange(ToyTensors(small_signature(), 0.1f).constant(), toy->weights.pointers); });
   for (std::thread& thread : threads) thread.join();
-  EXPECT_TRUE(on_disk(rig, 1));
-  EXPECT_EQ(rig.hub()->status()["checkpoint"]["failed"], 0);
+  EXPECT_TRUE(on_disk(server, 1));
+  EXPECT_EQ(server.hub()->status()["checkpoint"]["failed"], 0);
 }
 
-TEST(ServerLies, ThousandsWhoComeOnceAreForgottenButNotByTheLedger) {
+TEST(ServerMalformed, ThousandsWhoComeOnceAreForgottenButNotByTheLedger) {
   Signature tiny;
   tiny.parameters = {{"w", {16}}};
   tiny.up = tiny.down = "fp32";
-  HubOptions options = faulty(1);
+  HubOptions options = fault_options(1);
   options.rejoin_s = 0;
   options.checkpoint = scratch_file("thousands.gwc");
-  Rig rig(options);
-  Toy toy(rig, tiny, 1);
+  ServerFixture server(options);
+  ToyWorker toy(server, tiny, 1);
   toy.join();
   const auto visit = [&](int count, const std::string& who) {
     for (int i = 0; i < count; ++i) {
-      Stranger liar(rig);  // claims a residual that nobody ever sees again
-      liar.hello(tiny, "visitor" + who + std::to_string(i));
-      EXPECT_TRUE(liar.hears(Kind::welcome));
-      liar.say({.kind = Kind::handover, .sequence = 1, .tally = {.computed = 0.25, .squares = 1, .residual = 0.25}},
-               message_of(tiny, 0, 0, Way::whole));
-      EXPECT_TRUE(liar.read());
+      UntrustedWorker visitor(server);  // claims a residual that never comes back
+      visitor.hello(tiny, "visitor" + who + std::to_string(i));
+      EXPECT_TRUE(visitor.hears(FrameKind::welcome));
+      visitor.say(
+          {.kind = FrameKind::residual, .sequence = 1, .tally = {.computed = 0.25, .squares = 1, .residual = 0.25}},
+          message_of(tiny, 0, 0, ShardMessage::whole));
+      EXPECT_TRUE(visitor.read());
     }
   };
   visit(50, "a");
-  const double before = rig.hub()->status()["ledger"]["computed"];
+  const double before = server.hub()->status()["ledger"]["computed"];
   EXPECT_NEAR(before, 50 * 0.25, 1e-9);
   visit(4200, "b");
-  const nlohmann::json status = rig.hub()->status();
+  const nlohmann::json status = server.hub()->status();
   EXPECT_NEAR(status["ledger"]["computed"].get<double>(), 4250 * 0.25, 1e-6);
-  rig.hub()->stop();
-  rig.kill();
-  rig.start();
-  EXPECT_NEAR(rig.hub()->status()["ledger"]["computed"].get<double>(), 4250 * 0.25, 1e-6);
-  expect_ledger(*rig.hub());
+  server.hub()->stop();
+  server.kill();
+  server.start();
+  EXPECT_NEAR(server.hub()->status()["ledger"]["computed"].get<double>(), 4250 * 0.25, 1e-6);
+  expect_ledger(*server.hub());
   visit(50, "c");
-  EXPECT_NEAR(rig.hub()->status()["ledger"]["computed"].get<double>(), 4300 * 0.25, 1e-6);
-  expect_ledger(*rig.hub());
+  EXPECT_NEAR(server.hub()->status()["ledger"]["computed"].get<double>(), 4300 * 0.25, 1e-6);
+  expect_ledger(*server.hub());
 }
 
 }  // namespace

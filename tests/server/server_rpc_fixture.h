@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A server on a loopback port, and what comes to it from a network: honest workers, a gRPC client that says what it likes
-// (Raw), a bare socket, and a relay that counts every byte. Certificates are made when they are needed, by two authorities.
+// A server on a loopback port, and what comes to it from a network: honest workers, a gRPC client that can send
+// anything (RawRpcClient), a bare socket, and a relay that counts every byte. Certificates are made when they are
+// needed, by two authorities.
 #pragma once
 
 #include <arpa/inet.h>
@@ -15,8 +16,8 @@
 #include <cstdlib>
 #include <fstream>
 
-#include "server/bytes.h"
 #include "server/rpc/dial.h"
+#include "server/rpc/frame_buffer.h"
 #include "server/rpc/listen.h"
 #include "server/server_fixture.h"
 
@@ -26,19 +27,19 @@ inline HubOptions small_hub(uint32_t min_workers = 1) {
   HubOptions options;
   options.min_workers = min_workers;
   options.threads = 2;
-  options.deadline_s = 5;
+  options.deadline_s = kPatience;
   return options;
 }
 
-struct Net {
-  explicit Net(const HubOptions& hub_options = small_hub(), ListenOptions options = {})
+struct RpcServer {
+  explicit RpcServer(const HubOptions& hub_options = small_hub(), ListenOptions options = {})
       : hub(hub_options), listener(hub, (options.address = "127.0.0.1:0", options)) {}
   std::string address() const { return "127.0.0.1:" + std::to_string(listener.port()); }
   Dialer dialer(const Security& security = {}) const { return make_dialer({address(), security}); }
   uint64_t refused(const char* why) const { return hub.status()["refused"][why].get<uint64_t>(); }
 
-  Hub hub;
-  Listener listener;
+  ServerHub hub;
+  RpcListener listener;
 };
 
 inline Signature tiny_signature() {
@@ -53,17 +54,6 @@ inline Signature large_signature() {
   return signature;
 }
 
-// Waits for what other threads bring about; false if it does not come.
-template <class Condition>
-bool eventually(const Condition& condition, std::chrono::seconds patience = 20s) {
-  const auto until = std::chrono::steady_clock::now() + patience;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > until) return false;
-    std::this_thread::sleep_for(10ms);
-  }
-  return true;
-}
-
 inline double resident_mb() {
   std::ifstream file("/proc/self/statm");
   uint64_t all = 0, resident = 0;
@@ -72,9 +62,10 @@ inline double resident_mb() {
 }
 
 // A gRPC client without manners. Every wait ends when its deadline has passed.
-class Raw {
+class RawRpcClient {
  public:
-  explicit Raw(const std::string& address, const char* method = kWorkMethod, std::chrono::seconds deadline = 20s) {
+  explicit RawRpcClient(const std::string& address, const char* method = kWorkMethod,
+                        std::chrono::seconds deadline = 120s) {
     grpc::ChannelArguments arguments;
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
     arguments.SetMaxSendMessageSize(-1);
@@ -85,7 +76,7 @@ class Raw {
     stream_->StartCall(this);
     EXPECT_TRUE(next());
   }
-  ~Raw() {
+  ~RawRpcClient() {
     if (!finished_) {
       context_.TryCancel();
       finish();
@@ -121,7 +112,7 @@ class Raw {
     return status;
   }
   bool hello(const Signature& signature, const std::string& id = "raw-worker") {
-    return write({.kind = Kind::hello}, text_blob({{"id", id}, {"name", "raw"}, {"signature", signature.json()}}));
+    return write({.kind = FrameKind::hello}, text_blob({{"id", id}, {"name", "raw"}, {"signature", signature.json()}}));
   }
 
  private:
@@ -157,9 +148,9 @@ class Socket {
   }
   // Reads what comes; true once the other end has closed.
   bool closed(std::chrono::milliseconds patience) const {
-    const auto until = std::chrono::steady_clock::now() + patience;
+    const auto until = SteadyClock::now() + patience;
     while (true) {
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - SteadyClock::now());
       pollfd one{fd_, POLLIN, 0};
       if (::poll(&one, 1, std::max(0, static_cast<int>(left.count()))) <= 0) return false;
       char bytes[4096];
@@ -189,9 +180,9 @@ inline std::string bare_call() {
 }
 
 // Passes bytes on between one client after another and a port, and counts them.
-class Relay {
+class CountingProxy {
  public:
-  explicit Relay(int port) : target_(port), listener_(::socket(AF_INET, SOCK_STREAM, 0)) {
+  explicit CountingProxy(int port) : target_(port), listener_(::socket(AF_INET, SOCK_STREAM, 0)) {
     sockaddr_in at{};
     at.sin_family = AF_INET;
     at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
@@ -201,7 +192,7 @@ class Relay {
     port_ = ntohs(at.sin_port);
     thread_ = std::thread([this] { run(); });
   }
-  ~Relay() {
+  ~CountingProxy() {
     stop_ = true;
     ::shutdown(listener_, SHUT_RDWR);
     thread_.join();

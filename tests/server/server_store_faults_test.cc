@@ -18,7 +18,7 @@
 
 namespace {
 
-using namespace store_rig;
+using namespace store_fixture;
 
 using Names = std::set<std::string>;
 

@@ -17,9 +17,10 @@
 #include <vector>
 
 #include "gradwire/error.h"
+#include "io/json.h"
 #include "server/checkpoint.h"
 
-namespace store_rig {
+namespace store_fixture {
 
 using namespace gradwire;
 using namespace gradwire::server;
@@ -57,7 +58,7 @@ inline void write_file(const std::string& path, const std::string& content) {
   std::ofstream(path, std::ios::binary | std::ios::trunc) << content;
 }
 
-// Makes the check at the end right again, so that only the rule in question can refuse a lie.
+// Makes the check at the end right again, so that only the rule in question can refuse a malformed file.
 inline std::string resealed(std::string file) {
   const uint64_t check = XXH3_64bits(file.data(), file.size() - 8);
   std::memcpy(file.data() + file.size() - 8, &check, sizeof check);
@@ -69,14 +70,14 @@ inline ServerState small_state(uint64_t step = 7) {
   state.step = step;
   state.signature = {{"up", "loggrid:k=2"}, {"rate", 0.1}, {"tiny", 5e-324}, {"minus", -0.0}, {"big", UINT64_MAX}};
   state.extra = {{"mode", "sync"}, {"list", {1, -2, nullptr, true}}};
-  using Limits = std::numeric_limits<float>;
+  using FloatLimits = std::numeric_limits<float>;
   const auto bits = [](uint32_t b) { return std::bit_cast<float>(b); };
-  state.weights = {{"z.weight", {2, 2}, {1.0f, -0.0f, Limits::denorm_min(), -Limits::infinity()}},
+  state.weights = {{"z.weight", {2, 2}, {1.0f, -0.0f, FloatLimits::denorm_min(), -FloatLimits::infinity()}},
                    {"a \"quoted\"\n名前", {}, {bits(0x7fc12345)}},
                    {"nothing", {3, 0, 2}, {}},
                    {"signalling", {2}, {bits(0x7f800001), bits(0xffffffff)}}};
   state.buffers = {{"bn.running_mean", {3}, {0.1f, 0.2f, static_cast<float>(step)}}, {"also nothing", {0}, {}}};
-  state.others = {{"gradwire.mean", {1, 1}, {Limits::max()}}};
+  state.others = {{"gradwire.mean", {1, 1}, {FloatLimits::max()}}};
   const double nan = std::bit_cast<double>(uint64_t{0x7ff0dead0000beef});
   state.workers = {{"id-1", "Grüße", false, {1, UINT64_MAX}, {0.1, nan}, {-0.0, 5e-324}, {{"lag", 3}}},
                    {"id-0", "", true, {0, step}, {1e308, -INFINITY}, {0, 1.0 / 3}, nullptr},
@@ -89,7 +90,7 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
 
-inline bool same(const std::vector<ServerState::Array>& a, const std::vector<ServerState::Array>& b) {
+inline bool same(const std::vector<StoredArray>& a, const std::vector<StoredArray>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
     return x.name == y.name && x.shape == y.shape && same_bits(x.values, y.values);
   });
@@ -124,4 +125,4 @@ std::string refused(ErrorKind kind, const std::string& path, Work work) {
   return "(taken)";
 }
 
-}  // namespace store_rig
+}  // namespace store_fixture

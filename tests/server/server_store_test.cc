@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the server stores comes back bit for bit, and nothing else is taken for it: not a file with any byte changed,
-// not one cut anywhere, not one that lies under a check that is right. The last are made by editing the header or the
-// state text of an honest file and sealing it again.
+// not one that is truncated anywhere, not a malformed one whose check is right. The last are made by editing the header
+// or the state text of an honest file and sealing it again.
 #include <gtest/gtest.h>
 #if defined(__SSE__)
 #include <xmmintrin.h>
@@ -13,7 +13,7 @@
 
 namespace {
 
-using namespace store_rig;
+using namespace store_fixture;
 using nlohmann::json;
 
 std::string field_of(const std::string& path) {
@@ -21,11 +21,11 @@ std::string field_of(const std::string& path) {
 }
 
 // A safetensors file taken apart.
-struct Parts {
+struct SplitSafetensors {
   json header;
   std::string data;
 
-  explicit Parts(const std::string& file) {
+  explicit SplitSafetensors(const std::string& file) {
     uint64_t length;
     std::memcpy(&length, file.data(), sizeof length);
     header = json::parse(file.substr(8, length));
@@ -55,14 +55,14 @@ class Store : public testing::Test {
     save_state(path, small_state());
     return read_file(path);
   }
-  std::string lie(const std::function<void(json& header)>& change) {
-    Parts parts(honest);
+  std::string malformed(const std::function<void(json& header)>& change) {
+    SplitSafetensors parts(honest);
     change(parts.header);
     write_file(path, parts.join());
     return field_of(path);
   }
-  std::string lie_in_state(const std::function<void(json& state)>& change) {
-    Parts parts(honest);
+  std::string malformed_state(const std::function<void(json& state)>& change) {
+    SplitSafetensors parts(honest);
     json state = json::parse(parts.state());
     change(state);
     parts.set_state(state.dump());
@@ -165,7 +165,7 @@ TEST_F(Store, AFileCutAnywhereOrWithMoreBehindItIsRefused) {
 
 TEST_F(Store, AnyChangedByteOfHeaderOrStateUnderARightCheckIsRefusedOrMeansAnotherState) {
   // Nothing but Error may come out; what is taken must be saved again as it was read.
-  const Parts parts(honest);
+  const SplitSafetensors parts(honest);
   const size_t header = honest.size() - parts.data.size(), state = honest.size() - 8 - parts.state().size();
   size_t taken = 0;
   for (size_t i = 0; i + 8 < honest.size(); ++i) {
@@ -188,45 +188,45 @@ TEST_F(Store, AnyChangedByteOfHeaderOrStateUnderARightCheckIsRefusedOrMeansAnoth
 }
 
 TEST_F(Store, HeadersThatLieAreRefusedByField) {
-  EXPECT_EQ(lie([](json&) {}), "(taken)");
+  EXPECT_EQ(malformed([](json&) {}), "(taken)");
   const auto weight = [](json& header) -> json& { return header["z.weight"]; };
-  EXPECT_EQ(lie([&](json& h) { weight(h)["dtype"] = "F33"; }), "dtype");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["dtype"] = 4; }), "dtype");
-  EXPECT_EQ(lie([&](json& h) { weight(h).erase("dtype"); }), "dtype");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["dtype"] = "I32"; }), "weights");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["shape"] = {2, 3}; }), "data_offsets");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["shape"] = {2, -2}; }), "shape");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["shape"] = {2, 2.0}; }), "shape");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["shape"] = {{2}, 2}; }), "shape");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["shape"] = "4"; }), "shape");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["shape"] = {uint64_t{1} << 32, uint64_t{1} << 32, 4}; }), "shape");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["shape"] = {uint64_t{1} << 63}; }), "shape");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["shape"] = std::vector<int>(65, 1); }), "shape");
-  EXPECT_EQ(lie([&](json& h) { h["nothing"]["shape"] = {0, uint64_t{1} << 62, 4}; }), "shape");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["data_offsets"] = {0}; }), "data_offsets");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["data_offsets"] = {0, 16, 16}; }), "data_offsets");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["data_offsets"] = {16, 0}; }), "data_offsets");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["data_offsets"] = {4, 20}; }), "data_offsets");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["data_offsets"] = {UINT64_MAX - 15, UINT64_MAX}; }), "data_offsets");
-  EXPECT_EQ(lie([&](json& h) { h["signalling"]["data_offsets"] = {16, 24}; }), "data_offsets");  // overlaps
-  EXPECT_EQ(lie([&](json& h) { weight(h)["data_offsets"] = nullptr; }), "data_offsets");
-  EXPECT_EQ(lie([&](json& h) { weight(h)["also"] = 1; }), "header");
-  EXPECT_EQ(lie([&](json& h) { weight(h) = 1; }), "header");
-  EXPECT_EQ(lie([&](json& h) { h.erase("z.weight"); }), "data_offsets");
-  EXPECT_EQ(lie([&](json& h) { h["__metadata__"]["step"] = 7; }), "__metadata__");
-  EXPECT_EQ(lie([&](json& h) { h["__metadata__"] = {1}; }), "__metadata__");
-  EXPECT_EQ(lie([&](json& h) { h["__metadata__"]["step"] = "8"; }), "__metadata__");
-  EXPECT_EQ(lie([&](json& h) { h["__metadata__"]["version"] = "2"; }), "version");
-  EXPECT_EQ(lie([&](json& h) { h["__metadata__"].erase("version"); }), "version");
-  EXPECT_EQ(lie([&](json& h) { h["__metadata__"]["format"] = "pt"; }), "format");
-  EXPECT_EQ(lie([&](json& h) { h.erase("__metadata__"); }), "format");
-  EXPECT_EQ(lie([&](json& h) { h["gradwire.check"]["dtype"] = "I8"; }), "gradwire.check");
-  EXPECT_EQ(lie([&](json& h) {
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["dtype"] = "F33"; }), "dtype");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["dtype"] = 4; }), "dtype");
+  EXPECT_EQ(malformed([&](json& h) { weight(h).erase("dtype"); }), "dtype");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["dtype"] = "I32"; }), "weights");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["shape"] = {2, 3}; }), "data_offsets");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["shape"] = {2, -2}; }), "shape");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["shape"] = {2, 2.0}; }), "shape");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["shape"] = {{2}, 2}; }), "shape");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["shape"] = "4"; }), "shape");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["shape"] = {uint64_t{1} << 32, uint64_t{1} << 32, 4}; }), "shape");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["shape"] = {uint64_t{1} << 63}; }), "shape");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["shape"] = std::vector<int>(65, 1); }), "shape");
+  EXPECT_EQ(malformed([&](json& h) { h["nothing"]["shape"] = {0, uint64_t{1} << 62, 4}; }), "shape");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["data_offsets"] = {0}; }), "data_offsets");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["data_offsets"] = {0, 16, 16}; }), "data_offsets");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["data_offsets"] = {16, 0}; }), "data_offsets");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["data_offsets"] = {4, 20}; }), "data_offsets");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["data_offsets"] = {UINT64_MAX - 15, UINT64_MAX}; }), "data_offsets");
+  EXPECT_EQ(malformed([&](json& h) { h["signalling"]["data_offsets"] = {16, 24}; }), "data_offsets");  // overlaps
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["data_offsets"] = nullptr; }), "data_offsets");
+  EXPECT_EQ(malformed([&](json& h) { weight(h)["also"] = 1; }), "header");
+  EXPECT_EQ(malformed([&](json& h) { weight(h) = 1; }), "header");
+  EXPECT_EQ(malformed([&](json& h) { h.erase("z.weight"); }), "data_offsets");
+  EXPECT_EQ(malformed([&](json& h) { h["__metadata__"]["step"] = 7; }), "__metadata__");
+  EXPECT_EQ(malformed([&](json& h) { h["__metadata__"] = {1}; }), "__metadata__");
+  EXPECT_EQ(malformed([&](json& h) { h["__metadata__"]["step"] = "8"; }), "__metadata__");
+  EXPECT_EQ(malformed([&](json& h) { h["__metadata__"]["version"] = "2"; }), "version");
+  EXPECT_EQ(malformed([&](json& h) { h["__metadata__"].erase("version"); }), "version");
+  EXPECT_EQ(malformed([&](json& h) { h["__metadata__"]["format"] = "pt"; }), "format");
+  EXPECT_EQ(malformed([&](json& h) { h.erase("__metadata__"); }), "format");
+  EXPECT_EQ(malformed([&](json& h) { h["gradwire.check"]["dtype"] = "I8"; }), "gradwire.check");
+  EXPECT_EQ(malformed([&](json& h) {
               h["other"] = h["gradwire.check"];
               h.erase("gradwire.check");
             }),
             "gradwire.check");
-  EXPECT_EQ(lie([&](json& h) {
+  EXPECT_EQ(malformed([&](json& h) {
               h["other"] = h["gradwire.state"];
               h.erase("gradwire.state");
             }),
@@ -234,7 +234,7 @@ TEST_F(Store, HeadersThatLieAreRefusedByField) {
 }
 
 TEST_F(Store, HeadersThatAreNotTheFormatAreRefused) {
-  const Parts parts(honest);
+  const SplitSafetensors parts(honest);
   const std::string text = parts.header.dump();
   const auto with = [&](const std::string& header) {
     write_file(path, parts.join(header));
@@ -273,33 +273,34 @@ TEST_F(Store, AHeaderAboveTheLimitIsRefusedBeforeItIsRead) {
 }
 
 TEST_F(Store, StateTextsThatLieAreRefusedByField) {
-  EXPECT_EQ(lie_in_state([](json&) {}), "(taken)");
-  EXPECT_EQ(lie_in_state([](json& s) { s["step"] = -1; }), "step");
-  EXPECT_EQ(lie_in_state([](json& s) { s["step"] = 7.0; }), "step");
-  EXPECT_EQ(lie_in_state([](json& s) { s["step"] = 8; }), "__metadata__");
-  EXPECT_EQ(lie_in_state([](json& s) { s.erase("step"); }), "gradwire.state");
-  EXPECT_EQ(lie_in_state([](json& s) { s["more"] = 1; }), "gradwire.state");
-  EXPECT_EQ(lie_in_state([](json& s) { s = json::array(); }), "gradwire.state");
-  EXPECT_EQ(lie_in_state([](json& s) { s["signature"] = "x"; }), "signature");
-  EXPECT_EQ(lie_in_state([](json& s) { s["workers"] = json::object(); }), "workers");
-  EXPECT_EQ(lie_in_state([](json& s) { s["workers"][1] = 3; }), "workers[1]");
-  EXPECT_EQ(lie_in_state([](json& s) { s["workers"][1]["id"] = "id-1"; }), "workers");
-  EXPECT_EQ(lie_in_state([](json& s) { s["workers"][1]["id"] = 1; }), "workers[1].id");
-  EXPECT_EQ(lie_in_state([](json& s) { s["workers"][1].erase("name"); }), "workers[1]");
-  EXPECT_EQ(lie_in_state([](json& s) { s["workers"][0]["left"] = 0; }), "workers[0].left");
-  EXPECT_EQ(lie_in_state([](json& s) { s["workers"][0]["sequence"] = 1; }), "workers[0].sequence");
-  EXPECT_EQ(lie_in_state([](json& s) { s["workers"][0]["sequence"][1] = -1; }), "workers[0].sequence");
-  EXPECT_EQ(lie_in_state([](json& s) { s["workers"][0]["sequence"].push_back(1); }), "workers[0]");
-  EXPECT_EQ(lie_in_state([](json& s) { s["workers"][0]["computed"][0] = 0.5; }), "workers[0].computed");
-  EXPECT_EQ(lie_in_state([](json& s) { s["workers"][0]["residual"][0] = "0x00000000000000"; }), "workers[0].residual");
-  EXPECT_EQ(lie_in_state([](json& s) { s["workers"][0]["residual"].clear(); }), "workers[0]");
-  EXPECT_EQ(lie_in_state([](json& s) { s["weights"].erase(0); }), "gradwire.state");
-  EXPECT_EQ(lie_in_state([](json& s) { s["weights"][0] = "nobody"; }), "weights");
-  EXPECT_EQ(lie_in_state([](json& s) { s["weights"][0] = 5; }), "weights");
-  EXPECT_EQ(lie_in_state([](json& s) { s["buffers"].push_back("z.weight"); }), "buffers");
-  EXPECT_EQ(lie_in_state([](json& s) { s["weights"].push_back("gradwire.mean"); }), "weights");
-  EXPECT_EQ(lie_in_state([](json& s) { s["others"].push_back("gradwire.state"); }), "others");
-  EXPECT_EQ(lie_in_state([](json& s) {
+  EXPECT_EQ(malformed_state([](json&) {}), "(taken)");
+  EXPECT_EQ(malformed_state([](json& s) { s["step"] = -1; }), "step");
+  EXPECT_EQ(malformed_state([](json& s) { s["step"] = 7.0; }), "step");
+  EXPECT_EQ(malformed_state([](json& s) { s["step"] = 8; }), "__metadata__");
+  EXPECT_EQ(malformed_state([](json& s) { s.erase("step"); }), "gradwire.state");
+  EXPECT_EQ(malformed_state([](json& s) { s["more"] = 1; }), "gradwire.state");
+  EXPECT_EQ(malformed_state([](json& s) { s = json::array(); }), "gradwire.state");
+  EXPECT_EQ(malformed_state([](json& s) { s["signature"] = "x"; }), "signature");
+  EXPECT_EQ(malformed_state([](json& s) { s["workers"] = json::object(); }), "workers");
+  EXPECT_EQ(malformed_state([](json& s) { s["workers"][1] = 3; }), "workers[1]");
+  EXPECT_EQ(malformed_state([](json& s) { s["workers"][1]["id"] = "id-1"; }), "workers");
+  EXPECT_EQ(malformed_state([](json& s) { s["workers"][1]["id"] = 1; }), "workers[1].id");
+  EXPECT_EQ(malformed_state([](json& s) { s["workers"][1].erase("name"); }), "workers[1]");
+  EXPECT_EQ(malformed_state([](json& s) { s["workers"][0]["left"] = 0; }), "workers[0].left");
+  EXPECT_EQ(malformed_state([](json& s) { s["workers"][0]["sequence"] = 1; }), "workers[0].sequence");
+  EXPECT_EQ(malformed_state([](json& s) { s["workers"][0]["sequence"][1] = -1; }), "workers[0].sequence");
+  EXPECT_EQ(malformed_state([](json& s) { s["workers"][0]["sequence"].push_back(1); }), "workers[0]");
+  EXPECT_EQ(malformed_state([](json& s) { s["workers"][0]["computed"][0] = 0.5; }), "workers[0].computed");
+  EXPECT_EQ(malformed_state([](json& s) { s["workers"][0]["residual"][0] = "0x00000000000000"; }),
+            "workers[0].residual");
+  EXPECT_EQ(malformed_state([](json& s) { s["workers"][0]["residual"].clear(); }), "workers[0]");
+  EXPECT_EQ(malformed_state([](json& s) { s["weights"].erase(0); }), "gradwire.state");
+  EXPECT_EQ(malformed_state([](json& s) { s["weights"][0] = "nobody"; }), "weights");
+  EXPECT_EQ(malformed_state([](json& s) { s["weights"][0] = 5; }), "weights");
+  EXPECT_EQ(malformed_state([](json& s) { s["buffers"].push_back("z.weight"); }), "buffers");
+  EXPECT_EQ(malformed_state([](json& s) { s["weights"].push_back("gradwire.mean"); }), "weights");
+  EXPECT_EQ(malformed_state([](json& s) { s["others"].push_back("gradwire.state"); }), "others");
+  EXPECT_EQ(malformed_state([](json& s) {
               s["others"].push_back("nothing");
               s["weights"].erase(2);
             }),
@@ -307,16 +308,16 @@ TEST_F(Store, StateTextsThatLieAreRefusedByField) {
 }
 
 TEST_F(Store, StateTextsThatAreNotStrictJsonAreRefused) {
-  const std::string text = Parts(honest).state();
+  const std::string text = SplitSafetensors(honest).state();
   const size_t brace = text.find_last_of('}');
-  for (const std::string& lie :
+  for (const std::string& malformed :
        {text.substr(0, brace), text + "{}", text + std::string(1, '\0'), std::string(),
         text.substr(0, brace) + ",\"step\":7}", text.substr(0, brace) + ",\"x\":1e999}",
         "{\"x\":" + std::string(1000000, '['), text.substr(0, brace) + ",\"x\":\"\xc0\x80\"}"}) {
-    Parts parts(honest);
-    parts.set_state(lie);
+    SplitSafetensors parts(honest);
+    parts.set_state(malformed);
     write_file(path, parts.join());
-    EXPECT_EQ(field_of(path), "gradwire.state") << lie.substr(0, 100);
+    EXPECT_EQ(field_of(path), "gradwire.state") << malformed.substr(0, 100);
   }
 }
 
@@ -361,7 +362,7 @@ TEST_F(Store, WhatCannotComeBackIsRefusedAtSaveAndTheFileStays) {
 TEST_F(Store, OpaqueJsonComesBackAsDeepAsItIsAllowedAtSave) {
   for (const size_t place : {0, 1}) {
     size_t deepest = 0;
-    for (size_t depth = 1; depth <= kMaxStateDepth + 1; ++depth) {
+    for (size_t depth = 1; depth <= kMaxJsonDepth + 1; ++depth) {
       ServerState state = small_state();
       json nested = 1;
       for (size_t i = 0; i < depth; ++i) nested = json::array({nested});
@@ -376,7 +377,7 @@ TEST_F(Store, OpaqueJsonComesBackAsDeepAsItIsAllowedAtSave) {
       deepest = depth;
     }
     EXPECT_GE(deepest, 50u);
-    EXPECT_LT(deepest, kMaxStateDepth);
+    EXPECT_LT(deepest, kMaxJsonDepth);
   }
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the parameter server promises when nothing goes wrong: the arithmetic of the method, steps, joining, leaving, modes.
+// What the parameter server promises when nothing goes wrong: the arithmetic of the method, steps, joining, leaving,
+// modes.
 #include <unistd.h>
 
 #include "server/server_fixture.h"
@@ -7,9 +8,9 @@
 namespace gradwire::server {
 namespace {
 
-HubOptions quick(uint32_t min_workers = 1) { return small_hub(min_workers, 5); }
+HubOptions quick(uint32_t min_workers = 1) { return small_hub(min_workers, kPatience); }
 
-void run_all(Toys& toys, uint64_t steps) {
+void run_all(ToyWorkers& toys, uint64_t steps) {
   std::vector<std::thread> threads;
   for (auto& toy : toys)
     threads.emplace_back([&] {
@@ -19,19 +20,13 @@ void run_all(Toys& toys, uint64_t steps) {
   for (std::thread& thread : threads) thread.join();
 }
 
-void expect_ledger(const Hub& hub) {
-  const nlohmann::json ledger = hub.status()["ledger"];
-  EXPECT_GT(ledger["magnitude"].get<double>(), 0);
-  EXPECT_LT(ledger["relative"].get<double>(), 1e-6) << ledger.dump();
-}
-
 TEST(Server, OneWorkerWithoutCompressionIsPlainDescent) {
   Signature signature = small_signature();
   signature.up = signature.down = "fp32";
-  Rig rig(quick());
-  Toy toy(rig, signature, 1);
+  ServerFixture server(quick());
+  ToyWorker toy(server, signature, 1);
   EXPECT_EQ(toy.join(), 0u);
-  Tensors expected(signature);
+  ToyTensors expected(signature);
   for (uint64_t step = 0; step < 5; ++step) {
     EXPECT_EQ(toy.work(), step + 1);
     for (size_t i = 0; i < expected.values.size(); ++i)
@@ -40,34 +35,34 @@ TEST(Server, OneWorkerWithoutCompressionIsPlainDescent) {
         ASSERT_EQ(toy.weights.values[i][k], expected.values[i][k]);
       }
   }
-  expect_ledger(*rig.hub());
+  expect_ledger(*server.hub());
 }
 
 TEST(Server, WorkersHoldTheSameWeightsAndReachTheTarget) {
   const Signature signature = small_signature();
-  Rig rig(quick(3));
-  auto toys = crew(rig, signature, 3);
+  ServerFixture server(quick(3));
+  auto toys = make_workers(server, signature, 3);
   run_all(toys, 120);
   for (const auto& toy : toys) {
     EXPECT_EQ(toy->weights.values, toys[0]->weights.values);
     EXPECT_LT(toy->distance(), 0.15);
   }
-  expect_ledger(*rig.hub());
-  EXPECT_EQ(rig.hub()->status()["step"], 120);
+  expect_ledger(*server.hub());
+  EXPECT_EQ(server.hub()->status()["step"], 120);
 }
 
 TEST(Server, UpdatesDownWithFeedbackReachTheTargetToo) {
   Signature signature = small_signature();
   signature.sends_updates = true;
   signature.down = "loggrid:k=6";
-  Rig rig(quick(2));
-  auto toys = crew(rig, signature, 2);
+  ServerFixture server(quick(2));
+  auto toys = make_workers(server, signature, 2);
   run_all(toys, 150);
   EXPECT_EQ(toys[1]->weights.values, toys[0]->weights.values);
   EXPECT_LT(toys[0]->distance(), 0.15);
-  expect_ledger(*rig.hub());
+  expect_ledger(*server.hub());
   // One who joins later receives everything, and agrees.
-  Toy late(rig, signature, 9);
+  ToyWorker late(server, signature, 9);
   EXPECT_EQ(late.join(), 150u);
   EXPECT_EQ(late.weights.values, toys[0]->weights.values);
 }
@@ -77,31 +72,31 @@ TEST(Server, EveryCodecGoesUpAndDown) {
     SCOPED_TRACE(info.name);
     Signature signature = small_signature();
     signature.up = signature.down = info.example;
-    Rig rig(quick(2));
-    auto toys = crew(rig, signature, 2);
+    ServerFixture server(quick(2));
+    auto toys = make_workers(server, signature, 2);
     run_all(toys, 3);
     EXPECT_EQ(toys[1]->weights.values, toys[0]->weights.values);
-    expect_ledger(*rig.hub());
+    expect_ledger(*server.hub());
   }
 }
 
 TEST(Server, AWorkerThatLeavesHandsItsResidualOver) {
   Signature signature = small_signature();
   signature.down = "fp32";
-  Rig rig(quick(1));
-  Toy toy(rig, signature, 1);
+  ServerFixture server(quick(1));
+  ToyWorker toy(server, signature, 1);
   toy.join();
   for (int i = 0; i < 7; ++i) toy.work();
-  ASSERT_TRUE(toy.client.leave(10));
-  const nlohmann::json status = rig.hub()->status();
+  ASSERT_TRUE(toy.client.leave(kPatience));
+  const nlohmann::json status = server.hub()->status();
   EXPECT_EQ(status["ledger"]["held"], 0.0);
-  expect_ledger(*rig.hub());
+  expect_ledger(*server.hub());
   EXPECT_NEAR(status["ledger"]["applied"].get<double>(), status["ledger"]["computed"].get<double>(),
               1e-6 * status["ledger"]["magnitude"].get<double>());
-  EXPECT_TRUE(rig.hub()->finished());
-  // Nothing is missing, element by element: what the next worker is given is what was computed. f32 rounds seven sums of
-  // magnitude below 1, here and there.
-  Toy next(rig, signature, 2);
+  EXPECT_TRUE(server.hub()->finished());
+  // Nothing is missing, element by element: what the next worker is given is what was computed. f32 rounds seven sums
+  // of magnitude below 1, here and there.
+  ToyWorker next(server, signature, 2);
   next.join();
   for (size_t i = 0; i < toy.computed.size(); ++i)
     for (size_t k = 0; k < toy.computed[i].size(); ++k)
@@ -110,12 +105,12 @@ TEST(Server, AWorkerThatLeavesHandsItsResidualOver) {
 
 TEST(Server, AJoinerWithAnotherModelIsToldTheDifference) {
   const Signature signature = small_signature();
-  Rig rig(quick());
-  Toy first(rig, signature, 1);
+  ServerFixture server(quick());
+  ToyWorker first(server, signature, 1);
   first.join();
   Signature other = signature;
   other.parameters[1].shape = {61};
-  Toy second(rig, other, 2);
+  ToyWorker second(server, other, 2);
   try {
     second.join();
     FAIL();
@@ -126,9 +121,9 @@ TEST(Server, AJoinerWithAnotherModelIsToldTheDifference) {
   }
   other = signature;
   other.up = "qsgd:bits=4";
-  Toy third(rig, other, 3);
+  ToyWorker third(server, other, 3);
   EXPECT_THROW(third.join(), Error);
-  EXPECT_EQ(rig.hub()->status()["refused"]["signature"], 2);
+  EXPECT_EQ(server.hub()->status()["refused"]["signature"], 2);
 }
 
 TEST(Server, WhatCannotBeCutMustFitAFrame) {
@@ -145,32 +140,34 @@ TEST(Server, WhatCannotBeCutMustFitAFrame) {
 TEST(Server, ItIsFullAtItsLimit) {
   HubOptions options = quick();
   options.max_workers = 2;
-  Rig rig(options);
-  auto toys = crew(rig, small_signature(), 3);
+  ServerFixture server(options);
+  auto toys = make_workers(server, small_signature(), 3);
   toys[0]->join();
   toys[1]->join();
   EXPECT_THROW(toys[2]->join(), Error);
 }
 
 TEST(Server, AStepWaitsForTheWorkersThatItNeeds) {
-  Rig rig(quick(2));
-  auto toys = crew(rig, small_signature(), 2);
+  ServerFixture server(quick(2));
+  auto toys = make_workers(server, small_signature(), 2);
   toys[0]->join();
   std::thread first([&] { toys[0]->work(); });
-  std::this_thread::sleep_for(100ms);
-  EXPECT_EQ(rig.hub()->status()["step"], 0);
-  EXPECT_EQ(rig.hub()->status()["state"], "waiting for workers");
+  const uint64_t all =
+      static_cast<uint64_t>(toys[0]->client.bits() * static_cast<double>(toys[0]->weights.count()) / 8);
+  ASSERT_TRUE(eventually([&] { return server.hub()->status()["bytes"]["up"] >= all; }));
+  EXPECT_EQ(server.hub()->status()["step"], 0);
+  EXPECT_EQ(server.hub()->status()["state"], "waiting for workers");
   toys[1]->join();
   toys[1]->work();
   first.join();
-  EXPECT_EQ(rig.hub()->status()["step"], 1);
+  EXPECT_EQ(server.hub()->status()["step"], 1);
 }
 
 TEST(Server, ALateUpdateGoesBackIntoTheResidual) {
   HubOptions options = quick(1);
   options.deadline_s = 0.2;
-  Rig rig(options);
-  auto toys = crew(rig, small_signature(), 2);
+  ServerFixture server(options);
+  auto toys = make_workers(server, small_signature(), 2);
   toys[0]->join();
   toys[1]->join();
   toys[0]->work();  // closes at the deadline without the other
@@ -179,26 +176,26 @@ TEST(Server, ALateUpdateGoesBackIntoTheResidual) {
   EXPECT_EQ(toys[1]->work(), 2u);
   EXPECT_EQ(toys[1]->client.counts().applied, 0u);
   EXPECT_GT(toys[1]->client.counts().late, 0u);
-  double owed = 0, computed = 0;
+  double difference = 0, computed = 0;
   for (size_t i = 0; i < toys[1]->computed.size(); ++i)
     for (size_t k = 0; k < toys[1]->computed[i].size(); ++k) {
-      owed = std::max(owed, std::fabs(toys[1]->client.residual(i)[k] - toys[1]->computed[i][k]));
+      difference = std::max(difference, std::fabs(toys[1]->client.residual(i)[k] - toys[1]->computed[i][k]));
       computed = std::max(computed, std::fabs(toys[1]->computed[i][k]));
     }
-  EXPECT_LT(owed, 1e-6 * computed);  // all of it, to f32 rounding
+  EXPECT_LT(difference, 1e-6 * computed);  // all of it, to f32 rounding
   std::thread first([&] { toys[0]->work(); });
   toys[1]->work();
   first.join();
   EXPECT_EQ(toys[0]->weights.values, toys[1]->weights.values);
-  expect_ledger(*rig.hub());
+  expect_ledger(*server.hub());
 }
 
 TEST(Server, WithoutStepsWorkersRunAtTheirOwnPaceWithinTheBound) {
   HubOptions options = quick(1);
   options.async = true;
   options.staleness = 2;
-  Rig rig(options);
-  auto toys = crew(rig, small_signature(), 3);
+  ServerFixture server(options);
+  auto toys = make_workers(server, small_signature(), 3);
   std::vector<std::thread> threads;
   for (auto& toy : toys) toy->join();
   for (size_t i = 0; i < toys.size(); ++i)
@@ -207,14 +204,14 @@ TEST(Server, WithoutStepsWorkersRunAtTheirOwnPaceWithinTheBound) {
         toys[i]->work();
         if (i == 0) std::this_thread::sleep_for(1ms);  // a slow one
       }
-      EXPECT_TRUE(toys[i]->client.leave(10));
+      EXPECT_TRUE(toys[i]->client.leave(kPatience));
     });
   for (std::thread& thread : threads) thread.join();
-  const nlohmann::json status = rig.hub()->status();
+  const nlohmann::json status = server.hub()->status();
   EXPECT_LE(status["staleness"]["max"].get<uint64_t>(), 3 * 5u);
   EXPECT_EQ(status["refused"]["late"], 0);
-  expect_ledger(*rig.hub());
-  Toy next(rig, small_signature(), 7);
+  expect_ledger(*server.hub());
+  ToyWorker next(server, small_signature(), 7);
   next.join();
   EXPECT_LT(next.distance(), 0.25);
 }
@@ -222,8 +219,8 @@ TEST(Server, WithoutStepsWorkersRunAtTheirOwnPaceWithinTheBound) {
 TEST(Server, WithoutStepsANewcomerBeginsAtTheStepOfTheOthers) {
   HubOptions options = quick(1);
   options.async = true;
-  Rig rig(options);
-  Toys toys = crew(rig, small_signature(), 3);
+  ServerFixture server(options);
+  ToyWorkers toys = make_workers(server, small_signature(), 3);
   toys[0]->join();
   toys[1]->join();
   for (int step = 0; step < 6; ++step)
@@ -235,9 +232,9 @@ TEST(Server, WithoutStepsANewcomerBeginsAtTheStepOfTheOthers) {
 TEST(Server, SharedMomentsAreTheMeanOfTheWorkers) {
   Signature signature = small_signature();
   signature.pools = true;
-  Rig rig(quick(2));
-  auto toys = crew(rig, signature, 2);
-  std::vector<Tensors> second;
+  ServerFixture server(quick(2));
+  auto toys = make_workers(server, signature, 2);
+  std::vector<ToyTensors> second;
   second.emplace_back(signature, 1.0f);
   second.emplace_back(signature, 4.0f);
   std::vector<std::thread> threads;
@@ -257,16 +254,16 @@ TEST(Server, SharedMomentsAreTheMeanOfTheWorkers) {
 
 TEST(Server, BuffersOfTheFirstWorkerReachThoseWhoJoin) {
   const Signature signature = small_signature();
-  Rig rig(quick(1));
-  Toy first(rig, signature, 1);
+  ServerFixture server(quick(1));
+  ToyWorker first(server, signature, 1);
   first.join();
   first.work();
-  EXPECT_TRUE(first.client.keeper());
+  EXPECT_TRUE(first.client.owns_buffers());
   std::vector<float> mean(60, 3.5f);
   const float* list[] = {mean.data()};
   first.client.send_buffers(list);
   first.work();
-  Toy second(rig, signature, 2);
+  ToyWorker second(server, signature, 2);
   second.join();
   std::vector<float> received(60);
   float* to[] = {received.data()};
@@ -278,15 +275,15 @@ TEST(Server, ARestartedServerGoesOnFromItsCheckpointAndWorkersSendAgainWhatItFor
   HubOptions options = quick(2);
   options.checkpoint = scratch_file("restart.gwc");
   options.save_every = 4;
-  Rig rig(options);
+  ServerFixture server(options);
   // The same run without a restart.
   HubOptions plain = quick(2);
-  Rig other(plain);
-  auto expected = crew(other, small_signature(), 2);
+  ServerFixture other(plain);
+  auto expected = make_workers(other, small_signature(), 2);
   for (auto& toy : expected) toy->join();  // in this order: slots
-  auto toys = crew(rig, small_signature(), 2);
+  auto toys = make_workers(server, small_signature(), 2);
   for (auto& toy : toys) toy->join();
-  const auto work = [](Toys& list, uint64_t until) {
+  const auto work = [](ToyWorkers& list, uint64_t until) {
     std::vector<std::thread> threads;
     for (auto& toy : list)
       threads.emplace_back([&toy, until] {
@@ -296,15 +293,15 @@ TEST(Server, ARestartedServerGoesOnFromItsCheckpointAndWorkersSendAgainWhatItFor
   };
   work(expected, 12);
   work(toys, 7);
-  while (rig.hub()->status()["durable_step"] < 4) std::this_thread::sleep_for(5ms);
-  rig.kill();
-  rig.start();
-  EXPECT_EQ(rig.hub()->status()["step"], 4);
+  ASSERT_TRUE(eventually([&] { return server.hub()->status()["durable_step"] >= 4; }));
+  server.kill();
+  server.start();
+  EXPECT_EQ(server.hub()->status()["step"], 4);
   work(toys, 12);
   EXPECT_EQ(toys[0]->weights.values, expected[0]->weights.values);
   EXPECT_EQ(toys[1]->weights.values, expected[0]->weights.values);
   EXPECT_GT(toys[0]->client.counts().replayed, 0u);
-  expect_ledger(*rig.hub());
+  expect_ledger(*server.hub());
 }
 
 }  // namespace

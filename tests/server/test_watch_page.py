@@ -58,7 +58,9 @@ def status(**changes):
         "durable_step": 12300,
         "steps_per_s": 3.4216,
         "loss": 0.43214,
-        "losses": [[step, 0.4 + 2 / (1 + step / 900) + 0.05 * ((step * 7919) % 13) / 13] for step in range(1, 12345, 40)],
+        "losses": [
+            [step, 0.4 + 2 / (1 + step / 900) + 0.05 * ((step * 7919) % 13) / 13] for step in range(1, 12345, 40)
+        ],
         "model": {"tensors": 65, "elements": 272474, "parts": 4},
         "up": "loggrid:k=2",
         "down": "unigrid:bits=8",
@@ -71,9 +73,11 @@ def status(**changes):
         },
         "bytes": {"up": 123_456_789, "down": 345_678_901, "fp32_up": 1_320_000_000, "fp32_down": 1_340_000_000},
         "staleness": {"mean": 0.4567, "max": 2, "bound": None},
-        "ledger": {"computed": 1234.5, "applied": 1200.25, "held": 33.25, "lost": 1.0, "difference": 2e-12, "magnitude": 9e4, "relative": 2.2e-17},
+        "ledger": {"computed": 1234.5, "applied": 1200.25, "held": 33.25, "lost": 1.0, "difference": 2e-12,
+                   "magnitude": 9e4, "relative": 2.2e-17},
         "refused": {"late": 4, "corrupt": 0, "token": 1, "signature": 0, "version": 0, "full": 0, "oversize": 0},
-        "checkpoint": {"path": "runs/ps.gwc", "every": 100, "saved": 123, "failed": 0, "last_error": None, "last_s": 14.0, "bytes": 3_300_000},
+        "checkpoint": {"path": "runs/ps.gwc", "every": 100, "saved": 123, "failed": 0, "last_error": None,
+                       "last_s": 14.0, "bytes": 3_300_000},
         "memory_bytes": 152_000_000,
         "connections": 4,
     }  # fmt: skip
@@ -121,13 +125,15 @@ class Page(BrowserPage):
     def figures(self):
         """{name: (figure, words)} of the headline."""
         found = self.run(
-            "return [...document.querySelectorAll('#highlights > div')].map((box) => [...box.children].map((part) => part.textContent))"
+            "return [...document.querySelectorAll('#highlights > div')]"
+            ".map((box) => [...box.children].map((child) => child.textContent))"
         )
         return {name: (figure.replace("\u00a0", " "), words) for name, figure, words in found}
 
     def rows(self):
         return self.run(
-            "return [...document.querySelectorAll('#workers tr')].map((row) => [...row.cells].map((cell) => cell.textContent.replaceAll('\u00a0', ' ')))"
+            "return [...document.querySelectorAll('#workers tr')]"
+            ".map((row) => [...row.cells].map((cell) => cell.textContent.replaceAll('\u00a0', ' ')))"
         )
 
     def close(self):
@@ -138,7 +144,8 @@ class Page(BrowserPage):
                 message = json.loads(entry["message"])["message"]
                 if message["method"] == "Network.requestWillBeSent":
                     asked = message["params"]["request"]["url"]
-                    ours = rf"http://127\.0\.0\.1:{self.server.port}/(|page\.css|page\.js|status\.json)|data:,?|about:blank"
+                    files = r"(|page\.css|page\.js|status\.json)"
+                    ours = rf"http://127\.0\.0\.1:{self.server.port}/{files}|data:,?|about:blank"
                     assert re.fullmatch(ours, asked), asked
         finally:
             self.browser.get("about:blank")
@@ -280,7 +287,9 @@ def test_a_server_that_goes_is_said_and_one_that_comes_back_is_shown(show):
 
 def hostile():
     made = status(up=HOSTILE[0], down=HOSTILE[1], state=HOSTILE[1])
-    made["workers"]["list"] = [worker(i, name=name, peer=name, state=name if i == 2 else "present") for i, name in enumerate(HOSTILE)]  # fmt: skip
+    made["workers"]["list"] = [
+        worker(i, name=name, peer=name, state=name if i == 2 else "present") for i, name in enumerate(HOSTILE)
+    ]
     made["checkpoint"].update(path=HOSTILE[0], failed=1, last_error=HOSTILE[1])
     made["refused"] = {HOSTILE[0]: 3}
     return made
@@ -301,21 +310,34 @@ def test_the_page_never_scrolls_sideways(show, width, made):
     page = show(made())
     page.width(width)
     page.wait(f"return innerWidth === {width} && document.querySelectorAll('#workers tr').length > 0")
-    page.wait("return document.querySelector('#curve .grid').getAttribute('x2') <= document.getElementById('curve').clientWidth")  # redrawn
+    page.wait(  # until it is redrawn
+        "return document.querySelector('#curve .grid').getAttribute('x2')"
+        " <= document.getElementById('curve').clientWidth"
+    )
     assert page.run("return document.documentElement.scrollWidth") <= width
     assert page.run("""
-        return [...document.body.querySelectorAll("*")].filter((element) => element.getBoundingClientRect().right > innerWidth + 1 &&
+        return [...document.body.querySelectorAll("*")].filter((element) =>
+            element.getBoundingClientRect().right > innerWidth + 1 &&
           !element.closest(".scroll")).map((element) => element.outerHTML.slice(0, 200));""") == []  # fmt: skip
 
 
 CONTRAST = """
     const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
-    const light = ([r, g, b]) => [r, g, b].map((c) => (c /= 255) <= .03928 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4).reduce((sum, c, i) => sum + c * [.2126, .7152, .0722][i], 0);
-    const behind = (element) => { for (; element; element = element.parentElement) { const c = rgb(getComputedStyle(element).backgroundColor); if (c.length < 4 || c[3] > 0) return c; } return [255, 255, 255]; };
+    const light = ([r, g, b]) => [r, g, b]
+      .map((c) => (c /= 255) <= .03928 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
+      .reduce((sum, c, i) => sum + c * [.2126, .7152, .0722][i], 0);
+    const behind = (element) => {
+      for (; element; element = element.parentElement) {
+        const c = rgb(getComputedStyle(element).backgroundColor);
+        if (c.length < 4 || c[3] > 0) return c;
+      }
+      return [255, 255, 255];
+    };
     const poor = [];
     let seen = 0;
     for (const element of document.body.querySelectorAll("*")) {
-      if (!element.getClientRects().length || ![...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim())) continue;
+      const words = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+      if (!element.getClientRects().length || !words) continue;
       const style = getComputedStyle(element), svg = element instanceof SVGElement;
       const [a, b] = [light(rgb(svg ? style.fill : style.color)), light(behind(element))].sort((x, y) => y - x);
       ++seen;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A Watch without a server: serves what it reads. Every line of standard input is a status (JSON) and replaces the one
-// before; the end of the input ends the program. The first is read before it listens, so that nobody sees an empty one.
-// It prints the port it listens on, then one line "ok" for every further status. test_watch_page.py drives it.
+// before; the end of the input ends the program. The first is read before it listens, so that no client sees an empty
+// one. It prints the port it listens on, then one line "ok" for every further status. test_watch_page.py drives it.
 //
 //   watch_fixture [port]
 #include <cstdio>

@@ -66,7 +66,7 @@ std::vector<Array> expected(const std::string& up, const std::string& down, int 
   std::vector<ErrorFeedback> residuals(static_cast<size_t>(world));
   for (ErrorFeedback& one : residuals)
     for (const TensorSpec& spec : plan.tensors())
-      if (spec.codec.traits().feedback) one.add(Side::up, spec.name, spec.count);
+      if (spec.codec.traits().feedback) one.add(Direction::up, spec.name, spec.count);
   std::vector<Array> x = made_up(99, 0), weights = x;
   for (uint64_t step = 0; step < steps; ++step) {
     std::vector<Array> sum = made_up(0, 0);
@@ -74,7 +74,7 @@ std::vector<Array> expected(const std::string& up, const std::string& down, int 
     for (int rank = 0; rank < world; ++rank) {
       std::vector<Array> update = made_up(rank, step);
       ErrorFeedback& own = residuals[static_cast<size_t>(rank)];
-      const auto begun = own.begin(Side::up, step, plan.tensors());
+      const auto begun = own.begin(Direction::up, step, plan.tensors());
       coder->encode(pointers<const void>(update),
                     {.seed = kSeed,
                      .step = step,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// libFuzzer throws bytes at everything that reads what others wrote: messages (as they come, with the checksums made
-// right, and as a freshly encoded message with some bytes changed), spec strings, rules and residual files. Only
+// libFuzzer gives arbitrary bytes to everything that reads foreign input: messages (as they come, with the checksums
+// made right, and as a freshly encoded message with some bytes changed), spec strings as users write them and as messages
+// carry them, rules, tables and residual files. Only
 // gradwire::Error may come out; another exception, a sanitizer's report or a broken promise (trap) is a finding.
 //
 // The first byte chooses the way, except that what begins with the magic is a message: the golden frames are the seeds.
@@ -21,7 +22,9 @@
 #include "gradwire/feedback.h"
 #include "gradwire/learn.h"
 #include "gradwire/message.h"
+#include "gradwire/rules.h"
 #include "gradwire/runner.h"
+#include "message/wire_offsets.h"
 
 namespace {
 
@@ -106,59 +109,18 @@ void fuzz_message(const uint8_t* data, size_t size) {
   Bytes message(size);
   if (size > 0) std::memcpy(message.data(), data, size);
   decode_both(message);
-  store(message, 8, uint64_t{size});  // total_bytes
+  store(message, wire::header::total_bytes, uint64_t{size});
   reseal(message);
   decode_both(message);
 }
 
-// An honest message of one to three tensors, some bytes of which are changed.
+// A well-formed message of one to three tensors, some bytes of which are changed.
 void fuzz_mutated(Source source) {
-  static constexpr std::array kSpecs = {"fp32",
-                                        "fp16",
-                                        "bf16",
-                                        "qsgd",
-                                        "qsgd:bits=2",
-                                        "qsgd:bits=3",
-                                        "qsgd:bits=5",
-                                        "qsgd:bits=6",
-                                        "qsgd:bits=7",
-                                        "qsgd:bits=8",
-                                        "qsgd:bucket=64",
-                                        "qsgd:bits=3,bucket=128,norm=l2",
-                                        "qsgd:bucket=2048",
-                                        "qsgd:bits=2,bucket=32768,rounding=nearest",
-                                        "terngrad",
-                                        "terngrad:clip=0",
-                                        "terngrad:mode=paper",
-                                        "onebit",
-                                        "onebit:mode=paper",
-                                        "topk",
-                                        "topk:ratio=0.3",
-                                        "topk:ratio=1",
-                                        "topk:ratio=0.001,mode=paper",
-                                        "optquant:bits=2",
-                                        "optquant:bits=3",
-                                        "optquant:bits=4,mode=biased,kappa=0.25",
-                                        "optquant:bits=7,bucket=64",
-                                        "dqsgd",
-                                        "dqsgd:budget=11",
-                                        "dqsgd:min=16",
-                                        "rangefloat",
-                                        "rangefloat:bits=16,mantissa=14",
-                                        "rangefloat:bits=8,mantissa=3,min=-2,max=2,eps=0.125,mode=paper",
-                                        "loggrid",
-                                        "loggrid:k=30,scale=tensor",
-                                        "unigrid",
-                                        "unigrid:bits=13,range=0.5",
-                                        "casq",
-                                        "casq:bits=1",
-                                        "casq:bits=4,budget=1",
-                                        "casq:bits=2,mode=paper",
-                                        "casq:bits=3,mode=paper,counts=on,budget=0.3",
-                                        "fft",
-                                        "fft:chunk=256,bits=5",
-                                        "fft:chunk=4096,theta=0.5,mode=paper",
-                                        "fft:format=float,theta=0"};
+  static const std::vector<std::string> kSpecs = [] {
+    std::vector<std::string> all;
+    for (const CodecInfo& info : codecs()) all.insert(all.end(), info.specs.begin(), info.specs.end());
+    return all;
+  }();
   static constexpr std::array<uint32_t, 12> kCounts = {0, 1, 2, 31, 33, 63, 1023, 1024, 1025, 2500, 33000, 70000};
   std::vector<TensorSpec> tensors(source.next<uint8_t>() % 3 + 1);
   std::vector<std::vector<float>> values;
@@ -167,6 +129,10 @@ void fuzz_mutated(Source source) {
     t.codec = Codec::parse(kSpecs[source.next<uint8_t>() % kSpecs.size()]);
     t.count = kCounts[source.next<uint8_t>() % kCounts.size()];
     t.name = std::string(1, static_cast<char>(source.next<uint8_t>()));
+    // A shape of up to 8 dimensions, most of them 1, or none.
+    const size_t dims = source.next<uint8_t>() % (kMaxDims + 1);
+    t.shape.assign(dims, 1);
+    if (dims) t.shape[source.next<uint8_t>() % dims] = t.count;
     values.emplace_back(t.count);
     // Either 16 values from the input over and over, of any kind (NaN too), or a plain ramp.
     std::array<float, 16> from;
@@ -198,19 +164,28 @@ void fuzz_mutated(Source source) {
   for (const TensorSpec& t : tensors) outputs.push_back(out.emplace_back(t.count).data());
   runner->decode(message, outputs, Write::set, &stamp);  // what we encode, we decode
 
-  const uint32_t head = load<uint32_t>(message, 44);
-  size_t table = 64;
-  size_t fitted = 0;  // the last word of a codec's table, if there is one
-  for (uint32_t i = 0; i < load<uint32_t>(message, 36); ++i) {
-    const uint16_t words = load<uint16_t>(message, table + 2) / 4;
-    table += 4 + (load<uint16_t>(message, table) + 3u) / 4 * 4 + words * 4u;
+  const uint32_t head = load<uint32_t>(message, wire::header::head_bytes);
+  size_t table = wire::header::size;
+  size_t fitted = 0, extents = 0;  // the last word of a codec's table, if there is one; extents in the head
+  for (const TensorSpec& t : tensors) extents += t.shape.size();
+  for (uint32_t i = 0; i < load<uint32_t>(message, wire::header::spec_count); ++i) {
+    const uint16_t words = load<uint16_t>(message, table + wire::spec::table_bytes) / 4;
+    table += wire::spec::text + (load<uint16_t>(message, table) + 3u) / 4 * 4 + words * 4u;
     if (words) fitted = table - 4;
   }
   while (source.size > 0 && message.size() >= head) {
     const uint8_t how = source.next<uint8_t>();
     const uint32_t where = source.next<uint32_t>(), what = source.next<uint32_t>();
     const size_t words = (message.size() - head) / 4;
-    switch (how % 8) {
+    const size_t shapes = table + tensors.size() * wire::row::size;
+    switch (how % 10) {
+      case 8:  // an extent
+        if (extents) store(message, shapes + where % extents * wire::kExtentBytes, uint64_t{what} << where % 33);
+        break;
+      case 9:  // the number of dimensions
+        store(message, table + where % tensors.size() * wire::row::size + wire::row::dims,
+              static_cast<uint8_t>(what % 10));
+        break;
       case 6:  // a word of a codec's table
         if (fitted) store(message, fitted - where % 7 * 4, what);
         break;
@@ -223,23 +198,23 @@ void fuzz_mutated(Source source) {
       case 2:
         if (words > 0) store(message, head + where % words * 4, what);
         break;
-      case 3:  // one of the last words: side values, indices
+      case 3:  // one of the last words: scales, indices
         if (words > 0) store(message, head + (words - 1 - where % 8 % words) * 4, what);
         break;
       case 4: {  // a field of the table, by a little
-        const size_t at = table + where % tensors.size() * 40 + what / 4 % 5 * 8;
+        const size_t at = table + where % tensors.size() * wire::row::size + what / 4 % 5 * 8;
         store(message, at, load<uint64_t>(message, at) ^ what % 4);
         break;
       }
       case 5:
-        store(message, 8 + where % 5 * 8, uint64_t{what});
+        store(message, wire::header::total_bytes + where % 5 * 8, uint64_t{what});
         break;
       default:
-        message.resize(64 + where % (message.size() - 63));
+        message.resize(wire::header::size + where % (message.size() - wire::header::size + 1));
         break;
     }
   }
-  if (!source.next<uint8_t>()) store(message, 8, uint64_t{message.size()});
+  if (!source.next<uint8_t>()) store(message, wire::header::total_bytes, uint64_t{message.size()});
   reseal(message);
   decode_both(message);
 
@@ -254,8 +229,15 @@ void fuzz_texts(const std::string& text) {
   try {
     const Codec codec = Codec::parse(text);
     promise(Codec::parse(codec.str()).str() == codec.str());
+    promise(Codec::parse_wire(codec.wire_spec()).wire_spec() == codec.wire_spec());
     codec.bytes(1234567);
     codec.describe();
+  } catch (const Error& e) {
+    promise(e.kind() == ErrorKind::usage);
+  }
+  try {  // as a message has it
+    const Codec codec = Codec::parse_wire(text);
+    promise(Codec::parse(codec.str()).wire_spec() == codec.wire_spec());
   } catch (const Error& e) {
     promise(e.kind() == ErrorKind::usage);
   }
@@ -269,11 +251,14 @@ void fuzz_texts(const std::string& text) {
   }
 }
 
-// A table that did not come from a fit, for every codec that has one.
+// A table that did not come from a fit, for every codec that learns one, and for one that does not.
 void fuzz_tables(Source source) {
-  static constexpr std::array kSpecs = {
-      "optquant:bits=2", "optquant:bits=3,mode=biased", "dqsgd", "rangefloat", "casq:bits=1",
-      "casq:bits=2",     "casq:bits=2,mode=paper",      "fft",   "qsgd"};
+  static const std::vector<std::string> kSpecs = [] {
+    std::vector<std::string> all = {"qsgd"};
+    for (const CodecInfo& info : codecs())
+      if (Codec::parse(info.name).traits().learns) all.insert(all.end(), info.specs.begin(), info.specs.end());
+    return all;
+  }();
   const Codec codec = Codec::parse(kSpecs[source.next<uint8_t>() % kSpecs.size()]);
   std::vector<uint32_t> table(source.next<uint8_t>() % 12);
   for (uint32_t& word : table) word = source.next<uint32_t>();

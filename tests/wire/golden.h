@@ -10,6 +10,7 @@
 #pragma once
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <xxhash.h>
 
 #include <bit>
@@ -105,6 +106,16 @@ inline void add_methods(std::vector<Case>& all) {
   all.push_back(one("optquant_kappa", "optquant:bits=3,mode=biased,kappa=0.25", 1061));
   all.push_back(one("optquant_kappa0", "optquant:mode=biased,kappa=0", 300));
   all.push_back(one("optquant_bucket2048", "optquant:bucket=2048", 2500));
+
+  for (uint64_t count : {0, 1, 33, 1025}) all.push_back(one(fmt::format("nuqsgd_{}", count), "nuqsgd", count));
+  for (int bits : {2, 3, 5, 6, 7, 8})
+    all.push_back(one(fmt::format("nuqsgd_bits{}", bits), fmt::format("nuqsgd:bits={}", bits), 1061));
+  all.push_back(one("nuqsgd_bucket64", "nuqsgd:bits=3,bucket=64", 333));
+  all.push_back(one("nuqsgd_bucket2048", "nuqsgd:bucket=2048", 2500));
+  all.push_back(one("nuqsgd_l2", "nuqsgd:bits=5,norm=l2", 1100));
+  all.push_back(one("nuqsgd_nearest", "nuqsgd:rounding=nearest", 200));
+  all.push_back(one("nuqsgd_zeros", "nuqsgd:bits=3", 1056, 0.01f, Edit::zeros));
+  all.push_back(one("nuqsgd_not_finite", "nuqsgd:bucket=64", 300, 0.01f, Edit::not_finite));
 
   for (uint64_t count : {1, 33, 1025}) all.push_back(one(fmt::format("dqsgd_{}", count), "dqsgd", count));
   for (uint32_t bits = 2; bits <= 16; ++bits)
@@ -293,6 +304,27 @@ inline std::vector<Case> cases() {
                   with("embedding", 40, Codec::parse("casq"), uint64_t{1} << 40)},
                  {.seed = 9, .step = 3, .stage = 0, .rank = 1, .world = 2}});
 
+  // Shapes: none, of one dimension, of the most dimensions, and of no elements.
+  const auto shaped = [](const std::string& name, const std::string& spec, std::vector<uint64_t> shape) {
+    Tensor t{{name, 1, DType::f32, Codec::parse(spec)}, 91};
+    for (const uint64_t extent : shape) t.spec.count *= extent;
+    t.spec.shape = std::move(shape);
+    return t;
+  };
+  all.push_back(
+      {"shapes",
+       {shaped("a", "qsgd", {3, 5, 7}), tensor("b", 11, "fp32"), shaped("c", "fp32", {1, 2, 1, 3, 1, 1, 2, 2}),
+        shaped("d", "qsgd", {0, uint64_t{1} << 40}), shaped("e", "topk", {1}), shaped("f", "fp32", {32, 40})}});
+  // Codecs that differ in how they learn alone have one spec in a message.
+  all.push_back(
+      {"learning",
+       {with("a", 40, Codec::parse("optquant:bits=3,workers=8,refit=7")),
+        with("b", 41, Codec::parse("optquant:bits=3,refit=0")),
+        with("c", 42, Codec::parse("dqsgd:error=0.5,rule=convex,steps=100,alpha=0.5,eta=2,smooth=3,mode=paper")),
+        with("d", 43, Codec::parse("casq:rule=entropy,cut=0.95,start=500,refit=1")),
+        with("e", 44, Codec::parse("fft:schedule=rate,smooth=2,until=9,refit=2")),
+        with("f", 45, Codec::parse("rangefloat:refit=3"))}});
+
   const std::vector<Case> large = {
       one("large_onebit", "onebit", 40000),
       one("large_onebit_paper", "onebit:mode=paper", 40000),
@@ -400,7 +432,7 @@ uint64_t hash(const std::vector<T>& values) {
 }
 
 inline std::string manifest(const std::vector<Case>& all) {
-  std::string text = "{\n\"wire_format\": 1,\n";
+  std::string text = fmt::format("{{\n\"wire_format\": {},\n", kWireVersion);
   for (const bool large : {false, true}) {
     text += fmt::format("\"{}\": [", large ? "large" : "frames");
     const char* comma = "";
@@ -417,9 +449,10 @@ inline std::string manifest(const std::vector<Case>& all) {
       comma = ",";
       const char* inner = "";
       for (const Tensor& t : c.tensors) {
-        text +=
-            fmt::format("{}\n   {{\"name\": \"{}\", \"spec\": \"{}\", \"count\": {}, \"first\": {}, \"dtype\": \"{}\"",
-                        inner, t.spec.name, t.spec.codec.str(), t.spec.count, t.spec.first, name_of(t.spec.dtype));
+        text += fmt::format(
+            "{}\n   {{\"name\": \"{}\", \"spec\": \"{}\", \"count\": {}, \"first\": {}, \"dtype\": \"{}\"", inner,
+            t.spec.name, t.spec.codec.wire_spec(), t.spec.count, t.spec.first, name_of(t.spec.dtype));
+        if (!t.spec.shape.empty()) text += fmt::format(", \"shape\": [{}]", fmt::join(t.spec.shape, ", "));
         if (large) text += fmt::format(", \"input_seed\": {}, \"input_scale\": {}", t.seed, t.scale);
         text += "}";
         inner = ",";

@@ -8,8 +8,8 @@
 //   NAME.f32        what it decodes to, alike
 //   manifest.json   what every message carries. "large" ones have no .f32 files, only the rule of golden.h and hashes
 //
-// To be run when frames are added. If a file that stood there changes, the format has changed: that needs a new
-// version of it, not a new golden file.
+// It is run when frames are added. Where a file changes that stood there before, the format has changed, and that needs
+// a new version number.
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>

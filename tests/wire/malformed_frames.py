@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lies: golden frames with one wrong thing in them and the checksums made right again (reseal), so that only the rule
-in question can refuse them. A lie is a rule of section 9 of docs/wire-format.md, a frame, an edit, and the field that
-the refusal must name.
+"""Malformed frames: golden frames with one wrong thing in them and the checksums made right again (reseal), so that only
+the rule in question can refuse them. An entry is a rule of section 9 of docs/wire-format.md, a frame, an edit, and the
+field that the refusal must name.
 
 An edit changes a bytearray in place. put overwrites bytes, swap and text replace text of the specs, table gives the
 first spec another table; those that change the head's length keep rows and body as they are.
@@ -38,12 +38,14 @@ def reseal(message):
 
 
 def put(anchor, offset, form, *values):
-    """Overwrites bytes; offset counts from the header, the table's first row, the body, or back from the end."""
+    """Overwrites bytes; offset counts from the header, the table's first row, the shapes, the body, or
+    back from the end."""
 
     def edit(message):
         spec_count, tensor_count = struct.unpack_from("<II", message, 36)
         start = {"header": 0, "body": head_bytes_of(message), "end": len(message)}
         start["row"] = second.read_specs(bytes(message), spec_count, start["body"])[1]
+        start["shapes"] = start["row"] + 40 * tensor_count
         struct.pack_into("<" + form, message, start[anchor] + offset, *values)
 
     return edit
@@ -128,9 +130,10 @@ def append_word(message):
 MARKER, QNAN, INF, MINUS_ZERO = 0x7FC00000, 0x7FC00001, 0x7F800000, 0x80000000
 # In mixed, the regions are qsgd 1030 (131 words), fp32 10, onebit 0, then 19 words of padding up to onebit 1024; the
 # row of bf16 has 3 elements and so 2 words, as topk would have for them. Rows 3 and 6 of 40 bytes are meant below.
-LIES = [
+MALFORMED = [
     (2, "fp32_1", put("header", 0, "4s", b"GWIS"), "magic"),
-    (3, "fp32_1", put("header", 4, "H", 2), "version"),
+    (3, "fp32_1", put("header", 4, "H", 1), "version"),
+    (3, "fp32_1", put("header", 4, "H", 3), "version"),
     (4, "fp32_1", put("header", 8, "Q", 2**63), "total_bytes"),
     (5, "fp32_1", put("header", 44, "I", 32), "head_bytes"),
     (5, "fp32_1", put("header", 44, "I", 100), "head_bytes"),
@@ -200,7 +203,11 @@ LIES = [
     (13, "mixed", swap(b"bf16", b"fp32"), "spec"),
     (13, "mixed_tables", twice(2, 0), "spec"),
     (13, "optquant_33", swap(b"kappa=0.5", b"kappa=0.6"), "spec"),
-    (13, "optquant_33", swap(b"workers=1", b"workers=0"), "spec"),
+    (13, "optquant_33", text(b"kappa=0.5", b"kappa=0.5,workers=1"), "spec"),  # says how a sender learns
+    (13, "optquant_33", text(b"kappa=0.5", b"kappa=0.5,workers=1,refit=100"), "spec"),
+    (13, "dqsgd_33", text(b"bucket=1024", b"bucket=1024,mode=lag"), "spec"),
+    (13, "casq_3", text(b"counts=off", b"counts=off,start=0"), "spec"),
+    (13, "fft_33", text(b"mode=round", b"mode=round,schedule=constant"), "spec"),
     (13, "dqsgd_33", swap(b"min=2,max=16", b"min=8,max=07"), "spec"),
     (13, "dqsgd_33", text(b"min=2,max=16", b"min=8,max=7"), "spec"),
     (13, "rangefloat_33", swap(b"mantissa=0", b"mantissa=7"), "spec"),
@@ -216,19 +223,31 @@ LIES = [
     (13, "unigrid_33", text(b"range=0", b"range=1e-5"), "spec"),
     (13, "casq_3", text(b"budget=0.0625", b"budget=0"), "spec"),
     (13, "casq_3", text(b"counts=off", b"counts=no"), "spec"),
+    (13, "casq_3", text(b"counts=off", b"counts=on"), "spec"),  # only with mode=paper
     (13, "fft_33", text(b"chunk=1024", b"chunk=8192"), "spec"),
     (13, "fft_33", swap(b"theta=0.85", b"theta=1.00"), "spec"),
     (13, "fft_mantissa", text(b"bits=16,mantissa=1", b"bits=10,mantissa=9"), "spec"),
     (14, "mixed", put("header", 40, "I", 9), "head_bytes"),
+    (14, "shapes", put("row", 35, "B", 9), "tensor[0].dims"),
+    (14, "shapes", put("row", 40 + 35, "B", 255), "tensor[1].dims"),
+    (14, "shapes", put("row", 40 + 35, "B", 8), "head_bytes"),
     (14, "fp16_33", put("header", 44, "I", 160), "head_bytes"),
     (15, "fp32_1", put("row", 8, "Q", 2**41), "tensor[0].count"),
     (15, "mixed", put("row", 40 + 8, "Q", 2**64 - 1030), "tensor[1].count"),
+    (15, "fp32_1", put("row", 8, "Q", 2**62), "tensor[0].count"),  # 4 * count wraps
     (16, "fp32_1", put("row", 16, "Q", 1024), "tensor[0].first"),
     (16, "fp32_1", put("row", 16, "Q", 2**40 + 32768), "tensor[0].first"),
     (17, "fp32_1", put("row", 32, "H", 1), "tensor[0].spec"),
     (17, "mixed", put("row", 32, "H", 1), "tensor[0].spec"),
     (18, "fp32_1", put("row", 34, "B", 3), "tensor[0].dtype"),
+    (19, "fp32_1", put("row", 36, "B", 1), "tensor[0].reserved"),
     (19, "fp32_1", put("row", 39, "B", 1), "tensor[0].reserved"),
+    (19, "shapes", put("shapes", 0, "Q", 4), "tensor[0].shape"),
+    (19, "shapes", put("shapes", 0, "Q", 0), "tensor[0].shape"),
+    (19, "shapes", put("shapes", 0, "QQ", 2**63, 2), "tensor[0].shape"),  # a product of 64 bits wraps
+    (19, "shapes", put("shapes", 8 * 3, "Q", 2), "tensor[2].shape"),
+    (19, "shapes", put("shapes", 8 * (3 + 8 + 1), "Q", 2**40 + 1), "tensor[3].shape"),
+    (19, "shapes", put("row", 2 * 40 + 8, "Q", 25), "tensor[2].shape"),
     (20, "fp32_1", put("row", 24, "Q", 4), "tensor[0].offset"),
     (20, "mixed", put("row", 3 * 40 + 24, "Q", 4 * 141), "tensor[3].offset"),
     (21, "mixed", put("row", 6 * 40 + 32, "H", 3), "spec_count"),
@@ -241,27 +260,27 @@ LIES = [
     (23, "unigrid_33", put("end", -5, "B", 1), "padding"),
     (23, "casq_odd", put("end", -2, "H", 1), "padding"),  # 15 means
     (23, "fft_33", put("end", -5, "B", 0x80), "padding"),  # 5 bins take 100 bits
-    (24, "qsgd_33", put("end", -4, "I", MINUS_ZERO), "side"),
-    (24, "qsgd_33", put("end", -4, "I", INF), "side"),
-    (24, "qsgd_33", put("end", -4, "I", QNAN), "side"),
-    (24, "terngrad_clip0", put("end", -4, "I", 0xFFC00000), "side"),
-    (24, "onebit_paper", put("end", -8, "I", MARKER), "side"),
-    (24, "onebit_paper", put("end", -4, "I", MARKER), "side"),
-    (24, "onebit_paper", put("end", -8, "I", MINUS_ZERO), "side"),
-    (24, "onebit_paper", put("end", -4, "I", MINUS_ZERO), "side"),
-    (24, "onebit_paper", put("end", -4, "I", 0x3F800000), "side"),
-    (24, "onebit_paper", put("end", -4, "I", 0xFF800000), "side"),
-    (24, "optquant_33", put("end", -4, "I", MINUS_ZERO), "side"),
-    (24, "dqsgd_33", put("end", -4, "I", INF), "side"),
-    (24, "rangefloat_33", put("end", -4, "I", 0xBF800000), "side"),
-    (24, "rangefloat_max", put("end", -4, "I", 0x3F800000), "side"),  # finite, but not f32(max)
-    (24, "loggrid_33", put("end", -4, "I", QNAN), "side"),
-    (24, "unigrid_33", put("end", -4, "I", 0xFFC00000), "side"),
-    (24, "unigrid_range", put("end", -4, "I", 0), "side"),
-    (24, "casq_paper_1", put("body", 4, "I", MINUS_ZERO), "side"),
-    (24, "casq_3", put("body", 4, "I", INF), "side"),
-    (24, "fft_33", put("end", -4, "I", MINUS_ZERO), "side"),
-    (24, "fft_33", put("end", -4, "I", QNAN), "side"),
+    (24, "qsgd_33", put("end", -4, "I", MINUS_ZERO), "scales"),
+    (24, "qsgd_33", put("end", -4, "I", INF), "scales"),
+    (24, "qsgd_33", put("end", -4, "I", QNAN), "scales"),
+    (24, "terngrad_clip0", put("end", -4, "I", 0xFFC00000), "scales"),
+    (24, "onebit_paper", put("end", -8, "I", MARKER), "scales"),
+    (24, "onebit_paper", put("end", -4, "I", MARKER), "scales"),
+    (24, "onebit_paper", put("end", -8, "I", MINUS_ZERO), "scales"),
+    (24, "onebit_paper", put("end", -4, "I", MINUS_ZERO), "scales"),
+    (24, "onebit_paper", put("end", -4, "I", 0x3F800000), "scales"),
+    (24, "onebit_paper", put("end", -4, "I", 0xFF800000), "scales"),
+    (24, "optquant_33", put("end", -4, "I", MINUS_ZERO), "scales"),
+    (24, "dqsgd_33", put("end", -4, "I", INF), "scales"),
+    (24, "rangefloat_33", put("end", -4, "I", 0xBF800000), "scales"),
+    (24, "rangefloat_max", put("end", -4, "I", 0x3F800000), "scales"),  # finite, but not f32(max)
+    (24, "loggrid_33", put("end", -4, "I", QNAN), "scales"),
+    (24, "unigrid_33", put("end", -4, "I", 0xFFC00000), "scales"),
+    (24, "unigrid_range", put("end", -4, "I", 0), "scales"),
+    (24, "casq_paper_1", put("body", 4, "I", MINUS_ZERO), "scales"),
+    (24, "casq_3", put("body", 4, "I", INF), "scales"),
+    (24, "fft_33", put("end", -4, "I", MINUS_ZERO), "scales"),
+    (24, "fft_33", put("end", -4, "I", QNAN), "scales"),
     (25, "topk_1200", put("body", 0, "I", INF), "values"),
     (25, "topk_1200", put("body", 0, "I", QNAN), "values"),
     (25, "topk_not_finite", put("body", 4, "I", 0x3F800000), "values"),

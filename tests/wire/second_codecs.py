@@ -2,7 +2,7 @@
 """The regions of the second decoder: how large they are and which values they hold, codec by codec.
 
 Written from sections 5 to 7 of docs/wire-format.md alone. A codec has its shape in unit_elements, code_bits and
-side_words, and one function in DECODERS:
+scale_words, and one function in DECODERS:
 
     decode_region(spec, region, count, first) -> bits of the tensor's f32 values, and how far off they may be
 
@@ -28,7 +28,7 @@ M32 = 2**32 - 1
 def unit_elements(spec, count):
     if spec.name in ("fp32", "fp16", "bf16") or spec.name == "dqsgd" and width(spec) == 0:
         return 1
-    if spec.name in ("qsgd", "optquant", "dqsgd"):
+    if spec.name in ("qsgd", "optquant", "dqsgd", "nuqsgd"):
         return spec.parameters["bucket"]
     if spec.name in ("rangefloat", "loggrid", "unigrid"):
         return spec.parameters["bucket"] if spec.parameters["scale"] == "bucket" else count
@@ -38,7 +38,7 @@ def unit_elements(spec, count):
 
 
 CODE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "terngrad": 2, "onebit": 1}  # of most others: a parameter
-SIDE_WORDS = {"fp32": 0, "fp16": 0, "bf16": 0, "onebit": 2}  # of casq: side_words; of all others: 1
+SCALE_WORDS = {"fp32": 0, "fp16": 0, "bf16": 0, "onebit": 2}  # of casq: scale_words; of all others: 1
 
 
 def code_bits(spec):
@@ -72,9 +72,9 @@ def casq_means(spec, elements):
     return max(share_of(spec.parameters["budget"], elements), least)
 
 
-def side_words(spec, elements):
+def scale_words(spec, elements):
     if spec.name != "casq":
-        return 0 if spec.name == "dqsgd" and width(spec) == 0 else SIDE_WORDS.get(spec.name, 1)
+        return 0 if spec.name == "dqsgd" and width(spec) == 0 else SCALE_WORDS.get(spec.name, 1)
     m = casq_means(spec, elements)
     if spec.parameters["mode"] == "tile":
         return 1 + div_up(m, 2)
@@ -110,7 +110,7 @@ def region_words(spec, count):
         return over_units(lambda elements: fft_words(spec, elements), count, u)
     b = code_bits(spec)
     codes = count // 1024 * 32 * b + div_up(count % 1024 * b, 32)
-    return codes + over_units(lambda elements: side_words(spec, elements), count, u)
+    return codes + over_units(lambda elements: scale_words(spec, elements), count, u)
 
 
 def bits_of(words):
@@ -130,7 +130,7 @@ def unpack_string(words, count, b):
 
 
 def unpack(region, count, b):
-    """The codes of a region and its side words."""
+    """The codes of a region and its scale words."""
     blocks, tail = divmod(count, 1024)
     full_words, tail_words = blocks * 32 * b, div_up(tail * b, 32)
     lanes = region[:full_words].reshape(blocks, b, 32).swapaxes(1, 2)  # block, lane, word of the lane's string
@@ -154,15 +154,15 @@ def decode_plain(spec, region, count, first=0):
     return np.where(marked, np.uint32(MARKER), bits)
 
 
-def norms_of(spec, side):
+def norms_of(spec, scales):
     """Which units are marked, and the norms of the others."""
-    marked = side == MARKER
+    marked = scales == MARKER
     if fixed_range(spec) > 0:
-        lie = side != f32_bits(fixed_range(spec))
+        malformed = scales != f32_bits(fixed_range(spec))
     else:
-        lie = side >= INFINITY
-    refuse_if((lie & ~marked).any(), "side", "a norm is negative, Inf, a NaN that is not the marker, or not the range")
-    return marked, floats_of(np.where(marked, 0, side))
+        malformed = scales >= INFINITY
+    refuse_if((malformed & ~marked).any(), "scales", "a norm is negative, Inf, a NaN that is not the marker, or not the range")
+    return marked, floats_of(np.where(marked, 0, scales))
 
 
 def decode_levels(spec, region, count, first=0):
@@ -170,8 +170,8 @@ def decode_levels(spec, region, count, first=0):
     b = code_bits(spec)
     if b == 0:
         return np.zeros(count, np.uint32)
-    codes, side = unpack(region, count, b)
-    marked, norm = norms_of(spec, side)
+    codes, scales = unpack(region, count, b)
+    marked, norm = norms_of(spec, scales)
     refuse_if((codes == 2**b - 1).any(), "codes", f"code {2**b - 1} means nothing")
     top = 2 ** (b - 1) - 1
     with np.errstate(over="ignore", under="ignore"):
@@ -184,14 +184,15 @@ def decode_levels(spec, region, count, first=0):
 
 
 def decode_products(spec, region, count, first=0):
-    """optquant, loggrid: a code names a factor of the norm."""
+    """optquant, loggrid, nuqsgd: a code names a factor of the norm."""
     if spec.name == "optquant":
         factors = levels(spec)
     else:
-        powers = np.exp2(np.arange(-spec.parameters["k"], 1)).astype("<f4")
+        least = spec.parameters["k"] if spec.name == "loggrid" else 2 ** (spec.parameters["bits"] - 1) - 2
+        powers = np.exp2(np.arange(-least, 1)).astype("<f4")
         factors = np.concatenate([-powers[::-1], np.zeros(1, "<f4"), powers])
-    codes, side = unpack(region, count, code_bits(spec))
-    marked, norm = norms_of(spec, side)
+    codes, scales = unpack(region, count, code_bits(spec))
+    marked, norm = norms_of(spec, scales)
     refuse_if((codes >= factors.size).any(), "codes", f"a code is not below {factors.size}")
     unit = np.arange(count) // unit_elements(spec, count)
     with np.errstate(under="ignore"):
@@ -208,8 +209,8 @@ def range_bits(spec, codes, r):
 
 
 def decode_rangefloat(spec, region, count, first=0):
-    codes, side = unpack(region, count, code_bits(spec))
-    marked, norm = norms_of(spec, side)
+    codes, scales = unpack(region, count, code_bits(spec))
+    marked, norm = norms_of(spec, scales)
     unit = np.arange(count) // unit_elements(spec, count)
     r = range_numbers(spec, norm.view("<u4")[unit])
     refuse_if(fixed_range(spec) > 0 and (codes > r.top + r.bottom).any(), "codes", "beyond the fixed range")
@@ -217,13 +218,13 @@ def decode_rangefloat(spec, region, count, first=0):
 
 
 def decode_onebit(spec, region, count, first=0):
-    codes, side = unpack(region, count, 1)
-    side = side.reshape(-1, 2)
-    marked = (side == MARKER).all(axis=1)
-    above = side[:, 0] < INFINITY
-    below = (side[:, 1] == 0) | (side[:, 1] > 0x80000000) & (side[:, 1] < 0xFF800000)
-    refuse_if((~(above & below) & ~marked).any(), "side", "neither +0 or positive, then +0 or negative; nor marked")
-    return side[np.arange(count) // unit_elements(spec, count), codes]  # a marked unit has the marker at both
+    codes, scales = unpack(region, count, 1)
+    scales = scales.reshape(-1, 2)
+    marked = (scales == MARKER).all(axis=1)
+    above = scales[:, 0] < INFINITY
+    below = (scales[:, 1] == 0) | (scales[:, 1] > 0x80000000) & (scales[:, 1] < 0xFF800000)
+    refuse_if((~(above & below) & ~marked).any(), "scales", "neither +0 or positive, then +0 or negative; nor marked")
+    return scales[np.arange(count) // unit_elements(spec, count), codes]  # a marked unit has the marker at both
 
 
 def decode_topk(spec, region, count, first=0):
@@ -235,8 +236,8 @@ def decode_topk(spec, region, count, first=0):
         values, words = region[at : at + k], region[at + k : at + topk_words(spec, elements, u > 65536)]
         at += k + words.size
         marked = values[0] == MARKER
-        lie = values[1:].any() if marked else ((values & np.uint32(0x7FFFFFFF)) >= INFINITY).any()
-        refuse_if(lie, "values", "Inf, a NaN that is not the marker, or a value beside the marker")
+        malformed = values[1:].any() if marked else ((values & np.uint32(0x7FFFFFFF)) >= INFINITY).any()
+        refuse_if(malformed, "values", "Inf, a NaN that is not the marker, or a value beside the marker")
         indices = (words if u > 65536 else np.ascontiguousarray(words).view("<u2")).astype(np.int64)
         refuse_if(indices[k:].any(), "indices", "the unused half word is not zero")
         indices = indices[:k]
@@ -275,19 +276,19 @@ def casq_buckets(spec, codes, m, index):
 
 
 def decode_casq(spec, region, count, first=0):
-    codes, side = unpack(region, count, code_bits(spec))
+    codes, scales = unpack(region, count, code_bits(spec))
     u = unit_elements(spec, count)
     bits, at = np.zeros(count, np.uint32), 0
     for start in range(0, count, u):
         elements = min(u, count - start)
         m, place = casq_means(spec, elements), slice(start, start + elements)
-        words = side[at : at + side_words(spec, elements)]
+        words = scales[at : at + scale_words(spec, elements)]
         at += words.size
         if words[0] == MARKER:
-            refuse_if(words[1:].any(), "buckets", "a marked unit has another side word than 0")
+            refuse_if(words[1:].any(), "buckets", "a marked unit has another scale word than 0")
             bits[place] = MARKER
             continue
-        refuse_if(words[0] >= INFINITY, "side", "the largest magnitude is negative, Inf or another NaN than the marker")
+        refuse_if(words[0] >= INFINITY, "scales", "the largest magnitude is negative, Inf or another NaN than the marker")
         bucket = casq_buckets(spec, codes[place], m, first + np.arange(start, start + elements))
         if spec.parameters["mode"] == "paper":
             means = words[1 : 1 + m]
@@ -314,7 +315,7 @@ def fft_unit(spec, words, elements):
         refuse_if(bitmap.any(), "bitmap", "of a marked unit is not zero")
         refuse_if(strings.any(), "codes", "of a marked unit are not zero")
         return size, None, parts
-    refuse_if(scale >= INFINITY, "side", "the scale is negative, Inf or a NaN that is not the marker")
+    refuse_if(scale >= INFINITY, "scales", "the scale is negative, Inf or a NaN that is not the marker")
     bins = np.flatnonzero(bits_of(bitmap))
     refuse_if(bins.size != k, "bitmap", f"{bins.size} bits, expected {k}")
     codes = unpack_string(strings, 2 * k, code_bits(spec))
@@ -355,7 +356,7 @@ def decode_fft(spec, region, count, first=0):
 DECODERS = {"fp32": decode_plain, "fp16": decode_plain, "bf16": decode_plain, "qsgd": decode_levels,
             "terngrad": decode_levels, "onebit": decode_onebit, "topk": decode_topk, "optquant": decode_products,
             "dqsgd": decode_levels, "rangefloat": decode_rangefloat, "loggrid": decode_products,
-            "unigrid": decode_levels, "casq": decode_casq, "fft": decode_fft}
+            "unigrid": decode_levels, "casq": decode_casq, "fft": decode_fft, "nuqsgd": decode_products}
 
 
 def decode_region(spec, region, count, first=0):

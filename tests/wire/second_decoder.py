@@ -2,13 +2,14 @@
 """A second decoder, written from docs/wire-format.md alone.
 
 The document promises that it suffices. This file is the proof: it knows nothing of the library, shares no code with
-it, and uses the document's words as its names (head, spec, row, region, unit, block, lane, side value, marker). The
+it, and uses the document's words as its names (head, spec, row, region, unit, block, lane, scale, marker). The
 checks stand in the order of the document's section 9; the head is read field by field, the body in whole arrays. Here
 are the message and its checksums; second_specs.py has the specs with their tables, second_codecs.py the regions.
 
     decode(bytes) -> Message         or Refused, whose .field is the right column of the document's section 9
 """
 
+import math
 import struct
 from collections import namedtuple
 
@@ -22,8 +23,8 @@ M64 = 2**64 - 1
 __all__ = ["Message", "Refused", "Tensor", "body_check", "decode", "head_check", "xxh64"]
 
 Message = namedtuple("Message", "step stage rank world tensors")
-# spec: the text; table: its words; values: f32; slack: how far a value may be off, 0 of all codecs but fft
-Tensor = namedtuple("Tensor", "name_hash count first spec table dtype values slack")
+# spec: the text; table: its words; shape: a tuple, empty for none; values: f32; slack: how far a value may be off, 0 of all codecs but fft
+Tensor = namedtuple("Tensor", "name_hash count first spec table dtype shape values slack")
 
 
 # Checksums (section 8).
@@ -112,13 +113,32 @@ def read_specs(message, spec_count, head_bytes):
     return specs, at
 
 
+def read_shapes(message, at, table_end, head_bytes):
+    """The shape of every row, and where the last one ends."""
+    dims = [message[row + 35] for row in range(at, table_end, 40)]
+    for i, d in enumerate(dims):
+        refuse_if(d > 8, f"tensor[{i}].dims", f"{d}, at most 8")
+    end = table_end + 8 * sum(dims)
+    refuse_if(div_up(end, 32) * 32 != head_bytes, "head_bytes", f"{head_bytes}, the shapes end at {end}")
+    shapes = []
+    for d in dims:
+        shapes.append(struct.unpack_from(f"<{d}Q", message, table_end))
+        table_end += 8 * d
+    return shapes, end
+
+
+def shape_fits(shape, count):
+    """Integers of Python do not wrap."""
+    return not shape or math.prod(shape) == count and math.prod(e for e in shape if e) <= 2**40
+
+
 def decode(message, limit=2**26):
     """limit: the most elements that the caller lets a message decode to."""
     refuse_if(len(message) < 64, "total_bytes", f"{len(message)} bytes are there, a header takes 64")
     (magic, version, flags, total_bytes, step, stage, rank, world, spec_count, tensor_count, head_bytes,
      head_check_sent, body_check_sent) = struct.unpack_from("<4sHHQQ6IQQ", message)
     refuse_if(magic != b"GWIR", "magic", magic)
-    refuse_if(version != 1, "version", f"{version}, expected 1")
+    refuse_if(version != 2, "version", f"{version}, expected 2")
     refuse_if(total_bytes != len(message), "total_bytes", f"{total_bytes}, but {len(message)} bytes are there")
     refuse_if(head_bytes < 64 or head_bytes % 32 or head_bytes > total_bytes, "head_bytes", head_bytes)
     refuse_if(head_check(message, head_bytes) != head_check_sent, "head_check", "does not match")
@@ -129,28 +149,30 @@ def decode(message, limit=2**26):
     refuse_if(tensor_count > 2**20, "tensor_count", f"{tensor_count}, at most 2^20")
     specs, at = read_specs(message, spec_count, head_bytes)
     table_end = at + 40 * tensor_count
-    refuse_if(div_up(table_end, 32) * 32 != head_bytes, "head_bytes", f"{head_bytes}, the table ends at {table_end}")
+    refuse_if(table_end > head_bytes, "head_bytes", f"{head_bytes}, the table ends at {table_end}")
+    shapes, shapes_end = read_shapes(message, at, table_end, head_bytes)
 
     rows, regions, free, elements, used = [], [], 0, 0, 0
-    for i, row in enumerate(struct.iter_unpack("<QQQQHB5s", message[at:table_end])):
-        name_hash, count, first, offset, spec_number, dtype, reserved = row
+    for i, row in enumerate(struct.iter_unpack("<QQQQHBB4s", message[at:table_end])):
+        name_hash, count, first, offset, spec_number, dtype, dims, reserved = row
         spec = specs[spec_number] if spec_number < spec_count else None
         elements += count
-        refuse_if(elements > limit, f"tensor[{i}].count", f"{count}, the limit of all is {limit}")
+        refuse_if(elements > min(limit, 2**40), f"tensor[{i}].count", f"{count}, the limit of all is {limit}")
         refuse_if(first % 32768 or first > 2**40, f"tensor[{i}].first", first)
         refuse_if(spec is None or spec_number > used, f"tensor[{i}].spec", f"{spec_number}, at most {used}")
         used = max(used, spec_number + 1)
         refuse_if(dtype > 2, f"tensor[{i}].dtype", dtype)
         refuse_if(any(reserved), f"tensor[{i}].reserved", reserved)
+        refuse_if(not shape_fits(shapes[i], count), f"tensor[{i}].shape", f"{shapes[i]} of {count} elements")
         narrow = spec.name in ("topk", "casq") and spec.parameters["mode"] == "paper"
         refuse_if(narrow and count > M32, f"tensor[{i}].count", f"{count}, {spec.text} takes 2^32 - 1")
         begin = div_up(free, 32) * 32 if spec.name not in ("topk", "fft") and count >= 1024 else free
         refuse_if(offset != 4 * begin, f"tensor[{i}].offset", f"{offset}, expected {4 * begin}")
         regions.append((free, begin, begin + region_words(spec, count)))
-        rows.append(Tensor(name_hash, count, first, spec, spec.table, dtype, None, None))
+        rows.append(Tensor(name_hash, count, first, spec, spec.table, dtype, shapes[i], None, None))
         free = regions[-1][2]
     refuse_if(used != spec_count, "spec_count", f"{spec_count}, but {used} are used")
-    refuse_if(any(message[table_end:head_bytes]), "head_bytes", "padding after the table is not zero")
+    refuse_if(any(message[shapes_end:head_bytes]), "head_bytes", "padding after the shapes is not zero")
     refuse_if(total_bytes != head_bytes + 4 * free, "total_bytes", f"{total_bytes}, needed {head_bytes + 4 * free}")
 
     words = np.frombuffer(message, "<u4", offset=head_bytes)

@@ -69,29 +69,23 @@ ROUND_OR_PAPER = ("mode", one_of("round", "paper"))
 BUCKET = ("bucket", one_of(*(2**n for n in range(6, 16))))
 SCALE = ("scale", one_of("bucket", "tensor"))
 NORM = ("norm", one_of("max", "l2"))
-REFIT = ("refit", integer(0, 10**9))
 CODECS = {
     "fp32": [], "fp16": [], "bf16": [],
     "qsgd": [("bits", integer(2, 8)), BUCKET, NORM, ("rounding", one_of("random", "nearest"))],
     "terngrad": [("clip", real(0, 100)), MODE],
     "onebit": [MODE],
     "topk": [("ratio", real(0.000001, 1)), MODE],
-    "optquant": [("bits", integer(2, 8)), BUCKET, ("mode", one_of("unbiased", "biased")), ("kappa", real(0, 0.5)),
-                 ("workers", integer(1, 65536)), REFIT],
-    "dqsgd": [("budget", real(1, 16)), ("error", real(0, 1e30)), ("min", integer(2, 16)), ("max", integer(2, 16)),
-              ("rule", one_of("nonconvex", "convex")), ("steps", integer(0, 10**9)), ("alpha", real(0, 1)),
-              ("eta", real(0, 1e6)), ("smooth", real(0, 1e12)), NORM, BUCKET, ("mode", one_of("lag", "paper"))],
+    "optquant": [("bits", integer(2, 8)), BUCKET, ("mode", one_of("unbiased", "biased")), ("kappa", real(0, 0.5))],
+    "dqsgd": [("budget", real(1, 16)), ("min", integer(2, 16)), ("max", integer(2, 16)), NORM, BUCKET],
     "rangefloat": [("bits", integer(4, 16)), ("mantissa", integer(0, 14)), ("min", real(-3e38, 0)),
-                   ("max", real(0, 3e38)), ("eps", real(0, 3e38)), ROUND_OR_PAPER, SCALE, BUCKET, REFIT],
+                   ("max", real(0, 3e38)), ("eps", real(0, 3e38)), ROUND_OR_PAPER, SCALE, BUCKET],
     "loggrid": [("k", integer(0, 30)), SCALE, BUCKET],
     "unigrid": [("bits", integer(2, 16)), ("range", real(0, 3e38)), SCALE, BUCKET],
-    "casq": [("bits", integer(1, 4)), ("budget", real(0.0001, 1)), MODE,
-             ("rule", one_of("optimal", "density", "entropy", "outliers")), ("cut", real(0, 0.9999)),
-             ("counts", one_of("off", "on")), ("start", integer(0, 10**9)), REFIT],
+    "casq": [("bits", integer(1, 4)), ("budget", real(0.0001, 1)), MODE, ("counts", one_of("off", "on"))],
+    "nuqsgd": [("bits", integer(2, 8)), BUCKET, NORM, ("rounding", one_of("random", "nearest"))],
     "fft": [("theta", real(0, 0.9999)), ("chunk", one_of(*(2**n for n in range(8, 13)))),
             ("format", one_of("range", "float")), ("bits", integer(4, 16)), ("mantissa", integer(0, 14)),
-            ROUND_OR_PAPER, ("schedule", one_of("constant", "rate", "step")), ("smooth", real(0, 1e12)),
-            ("until", integer(0, 10**9)), REFIT],
+            ROUND_OR_PAPER],
 }
 
 
@@ -123,6 +117,8 @@ def goes_together(spec):
         if p["mantissa"] > p["bits"] - 2:
             return False
         return range_exists(spec) if p["max"] > 0 else np.float32(p["eps"]) == 0 and np.float32(p["min"]) == 0
+    if spec.name == "casq":
+        return p["counts"] == "off" or p["mode"] == "paper"
     return spec.name != "fft" or p["mantissa"] <= p["bits"] - 2
 
 
@@ -192,7 +188,7 @@ def order_or_shares(spec):
 # The numbers of a rangefloat (section 7).
 
 def fixed_range(spec):
-    """The side value that every unit has, where the spec pins it, as a real; else 0."""
+    """The scale that every unit has, where the spec pins it, as a real; else 0."""
     return spec.parameters.get({"unigrid": "range", "rangefloat": "max"}.get(spec.name), 0)
 
 

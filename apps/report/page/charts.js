@@ -4,7 +4,7 @@
 // of them anew.
 
 const hasCharts = typeof Chart !== "undefined";
-const EXACT = 1e-10;   // a relative squared error below it is rounding; it would only stretch the axis
+const EXACT = 1e-10;   // an error below it is rounding and would only stretch the axis
 const MOST_ROWS = 24;  // of a chart of levels
 const narrow = () => innerWidth < 640;
 
@@ -297,12 +297,11 @@ function bitsChart() {
   const moving = recorded.filter((series) => series.bits_change);
   const list = inGroup().some((series) => series.bits_change) ? moving : recorded;
   if (!list.length) return null;
-  const ends = (series) => [series.bits_over_time[0][1], series.bits_over_time[series.bits_over_time.length - 1][1]];
   const words = each(
       list,
       (series) =>
           (series.bits_change ?
-               `from ${bitsText(ends(series)[0])} to ${bitsText(ends(series)[1])}, mean ${bitsText(series.bits)}` :
+               `between ${bitsText(series.bits_least)} and ${bitsText(series.bits_most)}, mean ${bitsText(series.bits)}` :
                `constant at ${bitsText(series.bits)}`));
   const steps =
       [...new Set(list.flatMap((series) => series.bits_over_time.map(([step]) => step)))].sort((a, b) => a - b);
@@ -362,7 +361,7 @@ function layersChart() {
     label: `Marks on a logarithmic axis: error of each layer with each codec. Median over layers: ${words}.`,
     height: 70 + names.length * (names.length > 16 ? 24 : Math.max(26, 7 * list.length)),
     numbers: table(
-        "Relative squared error and, in brackets, cosine with the exact mean",
+        "Error (squared, relative) and, in brackets, cosine with the exact mean",
         [{name: "Layer"}, {name: "Elements"}, ...list.map((series) => ({name: series.label}))],
         names.map((name) => [name, count(elements.get(name)), ...of.map((tensors) => {
                     const tensor = tensors.get(name);
@@ -386,7 +385,7 @@ function layersChart() {
               options(
                   {
                     x: magnitudes(
-                        "relative squared error",
+                        "error (squared, relative)",
                         list.flatMap((series) => series.layers.tensors.map((tensor) => tensor.error))
                             .filter((x) => x > EXACT),
                         plain),
@@ -410,7 +409,7 @@ function levelsChart(series) {
   if (tables.length > MOST_ROWS)
     tables = tables.filter((each) => each.step === tables[tables.length - 1].step).slice(0, MOST_ROWS);
   // A row is named by what tells it from the others.
-  const describe = [(each) => `step ${count(each.step)}`, (each) => each.side, (each) => tensorsText(each.tensors)];
+  const describe = [(each) => `step ${count(each.step)}`, (each) => each.direction, (each) => tensorsText(each.tensors)];
   const telling = describe.filter(
       (of, i) => i === 0 ? new Set(tables.map(of)).size > 1 || tables.length === 1 : new Set(tables.map(of)).size > 1);
   const names = tables.map((each) => telling.map((of) => of(each)).join(", "));

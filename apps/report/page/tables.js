@@ -74,7 +74,7 @@ function writeHighlights() {
             fp32.final.count > 1 ? " \u00b1 sample standard deviation" : ""}`);
   const level = finished.filter(isLevel).sort((a, b) => a.bits - b.bits)[0];
   if (level)
-    add(`Fewest bits within ${closeTo(metric)} of fp32`, ratioText(level.bits) + " fewer", level,
+    add(`Fewest bits within ${closeTo(metric)} of fp32`, ratioText(32 / level.bits) + " fewer", level,
         `: ${bitsText(level.bits)} bits per element, ${signedText(level.difference.mean, metric)}${
             isPercent(metric) ? " points" : ""}`);
   const own = fp32 && reachOn(fp32, shown.link);
@@ -100,7 +100,7 @@ function writeHeadline() {
     {name: "Codec"}, ...varied.map((name) => ({name: name[0].toUpperCase() + name.slice(1), text: true})),
     {name: mixed ? "Test result" : `Test ${metric}`, note: "mean \u00b1 std. dev."},
     {name: "From fp32", note: isPercent(metric) && !mixed ? "points, paired" : "paired"},
-    {name: "Bits", note: "per element"}, {name: "Ratio", note: "32 / bits"}, {name: "Sent", note: "per worker"},
+    {name: "Bits", note: "per element"}, {name: "Ratio", note: "fp32 / sent"}, {name: "Sent", note: "per worker"},
     {name: "Collective", text: true}, {name: "Skipped", note: "steps"}, {name: "Time", note: "wall clock"},
     {name: "Seeds", note: "finished"}
   ];
@@ -116,7 +116,7 @@ function writeHeadline() {
               (difference.count > 1 ?
                    ` \u00b1 ${(unit(series.metric) * difference.deviation).toFixed(digits(series.metric))}` :
                    ""),
-      any ? bitsText(series.bits) : NONE, any ? ratioText(series.bits) : NONE, any ? bytesText(series.bytes) : NONE,
+      any ? bitsText(series.bits) : NONE, any ? ratioText(series.ratio) : NONE, any ? bytesText(series.bytes) : NONE,
       series.collective,
       any ? (Number.isInteger(series.skipped) ? count(series.skipped) : series.skipped.toFixed(1)) : NONE,
       any ? secondsText(series.wall) : NONE,
@@ -126,7 +126,12 @@ function writeHeadline() {
     ];
   });
   byId("headline").replaceChildren(table("Every codec at the end of its training, means over seeds", columns, rows));
-  const notes = ["\u00b1 is the sample standard deviation over seeds."];
+  const notes = [
+    "\u00b1 is the sample standard deviation over seeds.",
+    "Ratio is the number of bytes that fp32 would send in as many steps divided by the bytes sent, everything counted."
+  ];
+  if (data.series.every((series) => series.runs === 1))
+    notes.push("There is one seed per codec, so small differences may be noise.");
   if (data.series.some((series) => series.difference))
     notes.push("Differences from fp32 are taken seed by seed, then averaged.");
   const foreign = data.series.filter(
@@ -136,7 +141,7 @@ function writeHeadline() {
                   (name) => !["codec", "collective"].includes(name) && series.settings[name] !== "" &&
                       series.settings[name] !== data.series[series.reference].settings[name]));
   if (foreign.length)
-    notes.push(`Run with other settings than the fp32 beside it: ${listed(foreign.map((series) => series.label))}.`);
+    notes.push(`These were run with other settings than their fp32 reference: ${listed(foreign.map((series) => series.label))}.`);
   if (data.runs.some((run) => !run.finished))
     notes.push(
         "Unfinished runs are left out of means where a finished one exists; a codec marked unfinished shows how far it got.");
@@ -186,7 +191,7 @@ function learnedList(tables) {
       "ul", {class: "learned"},
       ...tables.map(
           (each) =>
-              el("li", {}, `Step ${count(each.step)}, ${each.side}, ${tensorsText(each.tensors)}: `,
+              el("li", {}, `Step ${count(each.step)}, ${each.direction}, ${tensorsText(each.tensors)}: `,
                  each.lines.join("; ") || "nothing")));
 }
 

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meters and the guard. Bytes are counted as they leave; errors are measured every so many steps, on what was really
-sent: a rank decodes its own messages and compares. The guard's verdict is the same on all ranks, because it is drawn from
-the largest error of any of them.
+"""Meters and the guard. Bytes are counted as they are sent. Errors are measured every so many steps, on what was really
+sent: a rank decodes its own messages and compares. The guard decides alike on all ranks, because it looks at the
+largest error of any rank.
+
+    ratio    bytes that an fp32 all-reduce would send / bytes that were sent: larger is better
+    error    squared relative error, ||x - x'||^2 / ||x||^2
 """
 
 import struct
@@ -10,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._carrier import Carrier
-from ._passage import Times
+from ._task import Times
+from ._transport import Transport
 
 if TYPE_CHECKING:
-    from ._pieces import Piece
+    from ._chunks import Chunk
 
 
 class Meters:
@@ -24,7 +27,7 @@ class Meters:
         self.bytes = 0
         self.exempt: list[int] = []
         self._bytes_now = 0
-        self._squares: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of what was left out, and of what was to be sent
+        self._squares: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # ||x - x'||^2 and ||x||^2
         self.errors: dict[int, float] = {}
 
     @property
@@ -34,47 +37,61 @@ class Meters:
     def sent(self, count: int) -> None:
         self._bytes_now += count
 
-    def look(self, piece: "Piece", send: torch.Tensor) -> None:
-        """After a piece was encoded: what its own messages say, against what they were to say."""
+    def measure(self, chunk: "Chunk", send: torch.Tensor) -> None:
+        """After a chunk was encoded: compares what its messages decode to with its gradients."""
         if not self.due:
             return
-        seen = [gradient.clone() for gradient in piece.gradients]  # where this part does not reach, nothing is left out
-        piece.relay.decode_own(send.data_ptr(), send.numel(), [one.data_ptr() for one in seen])
-        for tensor, gradient, decoded in zip(piece.tensors, piece.gradients, seen):
-            wanted = gradient.double()
-            left_out = (wanted - decoded.double()).square().sum()
-            if piece.part == 0:
-                self._squares[tensor] = (left_out, wanted.square().sum())
+        # Elements that this chunk does not contain add no error.
+        seen = [gradient.clone() for gradient in chunk.gradients]
+        chunk.coder.decode_own(send.data_ptr(), send.numel(), [one.data_ptr() for one in seen])
+        for tensor, gradient, decoded in zip(chunk.tensors, chunk.gradients, seen):
+            exact = gradient.double()
+            lost = (exact - decoded.double()).square().sum()
+            if chunk.chunk == 0:
+                self._squares[tensor] = (lost, exact.square().sum())
             else:
-                self._squares[tensor] = (self._squares[tensor][0] + left_out, self._squares[tensor][1])
+                self._squares[tensor] = (self._squares[tensor][0] + lost, self._squares[tensor][1])
 
-    def step_done(self, carrier: Carrier | None = None) -> list[int]:
-        """Ends a step; the parameters that the guard exempts from now on."""
+    def step_done(self, transport: Transport | None = None) -> list[int]:
+        """Ends a step. Returns the parameters that the guard exempts from now on."""
         self.bytes, self._bytes_now = self._bytes_now, 0
         due = self.due
         self.steps += 1
-        if not due or carrier is None:
+        if not due or transport is None:
             return []
-        for tensor, (left_out, whole) in self._squares.items():
+        for tensor, (lost, whole) in self._squares.items():
             norm = float(whole)
-            self.errors[tensor] = (float(left_out) / norm) ** 0.5 if norm > 0 else 0.0
+            self.errors[tensor] = float(lost) / norm if norm > 0 else 0.0
         self._squares.clear()
         if self.guard is None:
             return []
         mine = [self.errors.get(tensor, 0.0) for tensor in range(len(self.names))]
-        every = struct.unpack(f"{carrier.world * len(mine)}d", carrier.gather(struct.pack(f"{len(mine)}d", *mine)))
+        every = struct.unpack(
+            f"{transport.world * len(mine)}d", transport.gather_bytes(struct.pack(f"{len(mine)}d", *mine))
+        )
         worst = [max(every[tensor :: len(mine)]) for tensor in range(len(mine))]
-        passed = [tensor for tensor, error in enumerate(worst) if error > self.guard and tensor not in self.exempt]
-        for tensor in passed:
-            warnings.warn(f"gradwire: '{self.names[tensor]}' goes uncompressed from now on: its relative error {worst[tensor]:.3g} passed the guard's {self.guard:g}", stacklevel=2)
-        self.exempt += passed
-        return passed
+        exempted = [tensor for tensor, error in enumerate(worst) if error > self.guard and tensor not in self.exempt]
+        for tensor in exempted:
+            warnings.warn(
+                f"gradwire: '{self.names[tensor]}' is sent uncompressed from now on: its squared relative error "
+                f"{worst[tensor]:.3g} exceeds guard={self.guard:g}",
+                stacklevel=2,
+            )
+        self.exempt += exempted
+        return exempted
 
-    def report(self, step: int, skipped: int, up: list[tuple[str, int]], world: int, times: Times, residual_bytes: int) -> dict[str, Any]:
+    def report(
+        self, step: int, skipped: int, up: list[tuple[str, int]], world: int, times: Times, residual_bytes: int
+    ) -> dict[str, Any]:
         elements = sum(self.elements)
-        exact = 8 * elements * (world - 1) // world
+        fp32_bytes = 8 * elements * (world - 1) // world
         parameters = {
-            name: {"codec": codec, "elements": count, "bits": 8 * size / count if count else 0.0, "error": self.errors.get(i)}
+            name: {
+                "codec": codec,
+                "elements": count,
+                "bits": 8 * size / count if count else 0.0,
+                "error": self.errors.get(i),
+            }
             for i, (name, count, (codec, size)) in enumerate(zip(self.names, self.elements, up))
         }
         return {
@@ -82,19 +99,9 @@ class Meters:
             "skipped": skipped,
             "bits": 8 * sum(size for _, size in up) / elements,
             "bytes": self.bytes,
-            "ratio": self.bytes / exact if exact else 0.0,
+            "ratio": fp32_bytes / self.bytes if self.bytes else 1.0,
             "seconds": {kind: times.total(kind) for kind in ("encode", "wait", "decode")},
             "residual_bytes": residual_bytes,
             "exempt": [self.names[tensor] for tensor in self.exempt],
             "parameters": parameters,
         }
-
-    @staticmethod
-    def log(stats: dict[str, Any], writer: Any, step: int, prefix: str) -> None:
-        for name in ("bits", "bytes", "ratio", "skipped"):
-            writer.add_scalar(f"{prefix}/{name}", stats[name], step)
-        for kind, seconds in stats["seconds"].items():
-            writer.add_scalar(f"{prefix}/seconds/{kind}", seconds, step)
-        for name, one in stats["parameters"].items():
-            if one["error"] is not None:
-                writer.add_scalar(f"{prefix}/error/{name}", one["error"], step)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a hook as plain dicts of tensors, by parameter name, so that torch.save, torch.distributed.checkpoint and people
-can read it:
+"""The state of a hook as plain dicts of tensors by parameter name, which torch.save, torch.distributed.checkpoint and
+people can read:
 
     {"format": 1, "step": 120, "world": 4, "codec": "...", "exempt": [names],
      "learned": {name: uint8 tensor},                      # the same on all ranks
-     "ranks": {"2": {"up": {parameter: tensor},            # what rank 2 owes of its own gradients
-                     "down": {"parameter@first": tensor}}}}  # ... and of the means that it owns, from element `first` on
+     "ranks": {"2": {"up": {parameter: tensor},            # residuals of the gradients of rank 2
+                     "down": {"parameter@first": tensor}}}}  # residuals of the means it owns, from `first` on
 
-A state may hold one rank or all. Keys differ from rank to rank, so a distributed checkpoint that every rank writes to holds
-them all. Loaded in a world of another size, the debt in units of the mean is kept: every new rank owes the mean of what the
-old ones owed, and what owners owed goes to the new owners.
+A state holds one rank or all of them. Keys differ between ranks, so a distributed checkpoint to which every rank writes
+holds them all. When the number of ranks changes, residuals are redistributed so that their sum, in units of the mean
+gradient, stays the same: every new rank gets the mean of the old ranks' residuals, and those of the owners go to the
+new owners.
 """
 
 import warnings
@@ -24,33 +25,33 @@ from .._errors import UsageError
 from ._agree import agreed
 
 if TYPE_CHECKING:
-    from ._ddp import Hook
+    from ._ddp import DdpHook
 
-_FORMAT = 1
+FORMAT = 1
 State = dict[str, Any]
 
 
 def _ranks_part(feedback: "_core.ErrorFeedback", dtype: torch.dtype) -> State:
     part: State = {"up": {}, "down": {}}
-    for side, name, first, _ in feedback.entries():
-        values = torch.from_numpy(feedback.residual(side, name, first)).to(dtype)
-        part[side][name if side == "up" else f"{name}@{first}"] = values
+    for direction, name, first, _ in feedback.entries():
+        values = torch.from_numpy(feedback.residual(direction, name, first)).to(dtype)
+        part[direction][name if direction == "up" else f"{name}@{first}"] = values
     return part
 
 
-def _feedback_of(part: Mapping[str, Any], dtype: str) -> "_core.ErrorFeedback":
+def feedback_of(part: Mapping[str, Any], dtype: str) -> "_core.ErrorFeedback":
     feedback = _core.ErrorFeedback(dtype, _core.Device())
-    for side in ("up", "down"):
-        for key, values in part[side].items():
-            name, first = (key, 0) if side == "up" else (key.rpartition("@")[0], int(key.rpartition("@")[2]))
-            feedback.add(side, name, values.numel(), first)
-            feedback.set_residual(side, name, first, values.detach().float().cpu().contiguous().numpy())
+    for direction in ("up", "down"):
+        for key, values in part[direction].items():
+            name, first = (key, 0) if direction == "up" else (key.rpartition("@")[0], int(key.rpartition("@")[2]))
+            feedback.add(direction, name, values.numel(), first)
+            feedback.set_residual(direction, name, first, values.detach().float().cpu().contiguous().numpy())
     return feedback
 
 
-def save(hook: "Hook", gather: str | None) -> State:
-    if gather not in (None, "all", "debt"):
-        raise UsageError(f"gather is {gather!r}; allowed are None, 'all' and 'debt'", field="gather")
+def save(hook: "DdpHook", gather: str | None) -> State:
+    if gather not in (None, "all", "merged"):
+        raise UsageError(f"gather is {gather!r}; allowed are None, 'all' and 'merged'", field="gather")
     rank = dist.get_rank(hook._group)
     dtype = hook._options["residual"]
     feedback = hook._model.state()
@@ -62,90 +63,167 @@ def save(hook: "Hook", gather: str | None) -> State:
             return {}
         ranks = {key: part for one in every if one is not None for key, part in one.items()}
     state: State = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "step": hook.step,
         "world": hook._world,
         "codec": hook.codec,
         "exempt": [hook._names[tensor] for tensor in hook._meters.exempt],
-        "learned": {name: torch.frombuffer(bytearray(note), dtype=torch.uint8) for name, note in feedback.notes().items() if note},
+        "learned": byte_tensors(feedback.notes()),
         "ranks": ranks,
     }
-    if gather == "debt":
-        one = _core.ErrorFeedback.redistribute([_feedback_of(ranks[str(r)], _name(dtype)) for r in range(hook._world)], 1)[0]
+    if gather == "merged":
+        every_feedback = [feedback_of(ranks[str(r)], _name(dtype)) for r in range(hook._world)]
+        one = _core.ErrorFeedback.redistribute(every_feedback, 1)[0]
         state["world"], state["ranks"] = 1, {"0": _ranks_part(one, dtype)}
     return state
+
+
+def byte_tensors(extra: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+    return {name: torch.frombuffer(bytearray(some), dtype=torch.uint8) for name, some in extra.items() if some}
+
+
+def bytes_of(values: torch.Tensor) -> bytes:
+    return bytes(values.cpu().contiguous().numpy())
 
 
 def _name(dtype: torch.dtype) -> str:
     return "f32" if dtype == torch.float32 else "bf16"
 
 
-def _merged(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> State:
-    states = [state] if isinstance(state, Mapping) else list(state)
-    if not states or not all(isinstance(one, Mapping) and "ranks" in one for one in states):
-        raise UsageError("state is not one of Hook.state_dict(): it has no 'ranks'", field="state")
+def merged(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> State:
+    """One state from those of several ranks. Whatever a file may contain, only a state that can be used leaves here."""
+    states = [state] if isinstance(state, Mapping) else list(state) if isinstance(state, (list, tuple)) else []
+    if not states or not all(isinstance(one, Mapping) and isinstance(one.get("ranks"), Mapping) for one in states):
+        raise UsageError("state is not a result of Hook.state_dict(): it has no 'ranks'", field="state")
     merged = dict(states[0])
     for one in states:
         for field in ("format", "step", "world", "codec"):
             if one.get(field) != merged.get(field):
-                raise UsageError(f"the states do not belong together: {field} is {merged.get(field)!r} in one and {one.get(field)!r} in another", field=field)
-    if merged["format"] != _FORMAT:
-        raise UsageError(f"state has format {merged['format']}; this version reads {_FORMAT}", field="format")
-    # A checkpoint keeps no empty dicts.
-    merged["ranks"] = {key: {"up": {}, "down": {}, **part} for one in states for key, part in one["ranks"].items()}
+                raise UsageError(
+                    f"the states do not belong together: {field} is {merged.get(field)!r} in one and "
+                    f"{one.get(field)!r} in another",
+                    field=field,
+                )
+    if merged.get("format") != FORMAT:
+        raise UsageError(f"state has format {merged.get('format')!r}; this version reads {FORMAT}", field="format")
+    merged["step"] = _number(merged.get("step"), "step", 0)
+    merged["world"] = _number(merged.get("world"), "world", 1)
+    merged["ranks"] = {str(rank): _residuals(rank, part) for one in states for rank, part in one["ranks"].items()}
     merged["learned"], merged["exempt"] = merged.get("learned", {}), merged.get("exempt", [])
+    if not isinstance(merged["learned"], Mapping) or not isinstance(merged["exempt"], (list, tuple)):
+        raise UsageError("the state is damaged: 'learned' is not a dict, or 'exempt' is not a list", field="learned")
+    for name, values in merged["learned"].items():
+        _tensor(values, f"what codecs have learned for '{name}'", name)
     return merged
+
+
+def _number(value: Any, field: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+        raise UsageError(
+            f"{field} is {value!r} in the state; allowed is an integer from {least} to 2**63 - 1", field=field
+        )
+    return value
+
+
+def _tensor(values: Any, what: str, name: str) -> None:
+    if not isinstance(values, torch.Tensor) or values.layout != torch.strided or values.is_meta:
+        raise UsageError(f"the state is damaged: {what} is not a dense tensor", field=name)
+
+
+def _residuals(rank: Any, part: Any) -> State:
+    """The residuals of one rank. A NaN in a residual would make every later step invalid, on all ranks, so it is
+    refused here."""
+    # A checkpoint keeps no empty dicts, so either direction may be missing.
+    checked: State = {"up": {}, "down": {}}
+    for direction in checked:
+        if not isinstance(part, Mapping) or not isinstance(part.get(direction, {}), Mapping):
+            raise UsageError(f"the state is damaged: rank {rank} has no residuals by parameter name", field="ranks")
+        checked[direction].update(part.get(direction, {}))
+    for direction, residuals in checked.items():
+        for name, values in residuals.items():
+            if not isinstance(name, str) or (direction == "down" and not name.rpartition("@")[2].isdecimal()):
+                raise UsageError(
+                    f"the state is damaged: '{name}' is not the name of a {direction} residual", field="ranks"
+                )
+            _tensor(values, f"the {direction} residual of parameter '{name}' of rank {rank}", name)
+            if not values.is_floating_point() or not bool(torch.isfinite(values).all()):
+                raise UsageError(
+                    f"the {direction} residual of parameter '{name}' of rank {rank} is not finite: it contains a NaN "
+                    "or an Inf",
+                    field=name,
+                )
+    return checked
 
 
 def _check(part: Mapping[str, Any], expected: "_core.ErrorFeedback") -> None:
     """Every residual that this model has, and no other."""
-    wanted = {(side, name if side == "up" else f"{name}@{first}"): count for side, name, first, count in expected.entries()}
-    found = {(side, key): values.numel() for side in ("up", "down") for key, values in part[side].items()}
-    for side, key in sorted(wanted.keys() | found.keys()):
-        if (side, key) not in found:
-            raise UsageError(f"the state has no {side} residual of parameter '{key}'", field=key)
-        if (side, key) not in wanted:
-            raise UsageError(f"the state has a {side} residual of parameter '{key}', which this model does not have", field=key)
-        if found[side, key] != wanted[side, key]:
-            raise UsageError(f"parameter '{key}' has {wanted[side, key]} elements; its {side} residual in the state has {found[side, key]}", field=key)
+    wanted = {
+        (direction, name if direction == "up" else f"{name}@{first}"): count
+        for direction, name, first, count in expected.entries()
+    }
+    found = {
+        (direction, key): values.numel() for direction in ("up", "down") for key, values in part[direction].items()
+    }
+    for direction, key in sorted(wanted.keys() | found.keys()):
+        if (direction, key) not in found:
+            raise UsageError(f"the state has no {direction} residual of parameter '{key}'", field=key)
+        if (direction, key) not in wanted:
+            raise UsageError(
+                f"the state has a {direction} residual of parameter '{key}', which this model does not have", field=key
+            )
+        if found[direction, key] != wanted[direction, key]:
+            raise UsageError(
+                f"parameter '{key}' has {wanted[direction, key]} elements; its {direction} residual in the state has "
+                f"{found[direction, key]}",
+                field=key,
+            )
 
 
-def load(hook: "Hook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
     rank, world = dist.get_rank(hook._group), hook._world
     dtype = _name(hook._options["residual"])
 
     def prepare() -> tuple[tuple[State, Any], list[tuple[str, str]]]:
-        whole = _merged(state)
-        then, ranks = int(whole["world"]), whole["ranks"]
+        whole = merged(state)
+        then, ranks = whole["world"], whole["ranks"]
         if then == world:
             if str(rank) not in ranks:
-                raise UsageError(f"the state is of rank {', '.join(ranks)}; this is rank {rank}", field="ranks")
+                raise UsageError(
+                    f"the state belongs to rank {', '.join(ranks)}; this is rank {rank}: save hook.state_dict() on "
+                    "every rank, or on rank 0 that of hook.state_dict(gather='all'), which all ranks call",
+                    field="ranks",
+                )
             part = ranks[str(rank)]
         else:
-            missing = [str(r) for r in range(then) if str(r) not in ranks]
+            # Of a number of ranks that was made up, only those that are looked for would be listed.
+            missing = [str(r) for r in range(min(then, len(ranks) + 8)) if str(r) not in ranks]
             if missing:
                 raise UsageError(
-                    f"the state is of a world of {then}, this one has {world}: all ranks' states are needed, those of {', '.join(missing)} are missing; "
-                    "pass a list of them, or save with state_dict(gather='all')",
+                    f"the state was saved with {then} ranks, and there are {world} now: the states of all ranks are "
+                    f"needed, and those of rank {', '.join(missing[:8])} are missing; pass a list of all states, "
+                    "or save with state_dict(gather='all')",
                     field="world",
                 )
-            moved = _core.ErrorFeedback.redistribute([_feedback_of(ranks[str(r)], dtype) for r in range(then)], world)
+            moved = _core.ErrorFeedback.redistribute([feedback_of(ranks[str(r)], dtype) for r in range(then)], world)
             part = _ranks_part(moved[rank], torch.float32)
         current = hook._model.state()
         _check(part, current)
-        feedback = _feedback_of(part, dtype)
-        for name, note in whole["learned"].items():
+        feedback = feedback_of(part, dtype)
+        for name, values in whole["learned"].items():
             if name in current.notes():
-                feedback.set_note(name, bytes(note.cpu().contiguous().numpy()))
+                feedback.set_note(name, bytes_of(values))
         unknown = [name for name in whole["exempt"] if name not in hook._names]
         if unknown:
-            raise UsageError(f"the state exempts parameter '{unknown[0]}', which this model does not have", field="exempt")
-        learned = {name: zlib.crc32(bytes(note.cpu().contiguous().numpy())) for name, note in sorted(whole["learned"].items())}
-        return (whole, feedback), [("step", str(whole["step"])), ("world", str(then)), ("learned", str(learned)), ("exempt", str(whole["exempt"]))]
+            raise UsageError(
+                f"the state exempts parameter '{unknown[0]}', which this model does not have", field="exempt"
+            )
+        learned = {name: zlib.crc32(bytes_of(values)) for name, values in sorted(whole["learned"].items())}
+        handshake = {"step": whole["step"], "world": then, "learned": learned, "exempt": whole["exempt"]}
+        return (whole, feedback), [(field, str(value)) for field, value in handshake.items()]
 
     whole, feedback = agreed(hook._group, prepare)
     hook._model.restore(feedback)
-    hook.step = int(whole["step"])
+    hook.step = whole["step"]
     hook._meters.steps = hook.step
     hook._meters.exempt = [hook._names.index(name) for name in whole["exempt"]]
     for tensor in hook._meters.exempt:
@@ -153,8 +231,9 @@ def load(hook: "Hook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -
 
 
 def read_checkpoint(path: str, key: str = "gradwire") -> State:
-    """The state of all ranks from a checkpoint that torch.distributed.checkpoint.save({..., key: hook.state_dict()}) wrote,
-    for hook.load_state_dict in a world of any size. Not collective: every rank reads."""
+    """Reads the states of all ranks from a checkpoint that torch.distributed.checkpoint.save({..., key:
+    hook.state_dict()}) has written. hook.load_state_dict accepts the result on any number of ranks. Not collective:
+    every rank reads."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -165,10 +244,11 @@ def read_checkpoint(path: str, key: str = "gradwire") -> State:
     for name, what in metadata.state_dict_metadata.items():
         if places.get(name, (name,))[0] != key:
             continue
-        flat[name] = torch.empty(what.size, dtype=what.properties.dtype) if isinstance(what, TensorStorageMetadata) else None
+        is_tensor = isinstance(what, TensorStorageMetadata)
+        flat[name] = torch.empty(what.size, dtype=what.properties.dtype) if is_tensor else None
     if not flat:
         raise UsageError(f"the checkpoint has nothing under '{key}'", field="key")
-    with warnings.catch_warnings():  # it asks whether that was meant
+    with warnings.catch_warnings():  # torch warns that a load without process groups may be a mistake
         warnings.simplefilter("ignore", UserWarning)
         dcp.load(flat, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
     state: State = {"exempt": []}

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The codec `fft` as plain data: what a unit of it is, how many words it takes, how its transform is cut in passes, and
-// the short floats its parts are written in. Host and GPU read this alike.
+// The codec `fft` as plain data: what a unit of it is, how many words it takes, and how its transform is cut in passes.
+// Host and GPU read this alike.
 //
 // A unit is a chunk of `size` reals (a power of two; the last chunk of a tensor is padded with zeros to a size of its
 // own). Its real transform has size / 2 bins: bin 0 holds the two real ones (constant and alternating) as its parts,
 // bin j the complex number j. The strongest of them travel:
 //
-//   [bitmap: bin j is bit j % 32 of word j / 32][parts of the kept bins, re before im, in codes of `bits` bits][scale,
-//   f32]
+//   [bitmap: bin j is bit j % 32 of word j / 32]
+//   [parts of the kept bins, re before im, in codes of `bits` bits]
+//   [scale, f32]
 //
 // The transform of size / 2 complex numbers runs in two or three passes (Stockham: no reordering), the first of radix
 // 16, so that the numbers of 16 neighbours lie together from then on, whatever the vector's width. Every pass
@@ -18,7 +19,9 @@
 #include <bit>
 #include <cstdint>
 
+#include "codec/rangefloat/range_float.h"
 #include "core/bits.h"
+#include "device/scheme.h"
 
 namespace gradwire {
 
@@ -29,6 +32,10 @@ struct FftScheme {
   uint8_t mantissa = 5;   // bits of the codes' mantissa, below `bits`
   bool truncate = false;  // cut mantissas off instead of rounding
 };
+
+GW_HD inline FftScheme fft_scheme(const Scheme& s) {
+  return {s.unit, s.ratio, s.bits, static_cast<uint8_t>(s.steps), s.truncate};
+}
 
 inline constexpr uint32_t kFftLeastChunk = 256, kFftMostChunk = 4096;
 inline constexpr uint32_t kFftLeastSize = 64;  // of a padded last chunk
@@ -115,44 +122,9 @@ GW_HD inline double fft_power_of_two(int exponent) {  // of a normal double
 #endif
 }
 
-// --- range floats ------------------------------------------------------------------------------------------------
-
-// A short float (Wang et al., HPDC 2020): bit patterns with all but a few bits of mantissa dropped, counted from that
-// of the least magnitude on. 0 is zero, then the positive ones from the least on, then the negative ones.
-struct RangeFloat {
-  uint32_t shift = 0;                   // mantissa bits that are dropped
-  uint32_t base = 0;                    // pattern of the least magnitude
-  uint32_t positive = 0, negative = 0;  // codes on each side
-  uint32_t half = 0;                    // added before dropping
-  uint32_t zero = 0;                    // magnitudes below this pattern become zero
-
-  GW_HD uint32_t most() const { return positive + negative; }  // the largest code
-};
-
-GW_HD inline RangeFloat range_float(uint32_t bits, uint32_t mantissa, uint32_t base, uint32_t positive, bool truncate) {
-  RangeFloat f;
-  f.shift = 23 - mantissa;
-  f.base = base;
-  f.positive = positive;
-  const uint32_t left = (1u << bits) - 1 - positive;
-  f.negative = positive < left ? positive : left;
-  f.half = truncate ? 0 : 1u << (f.shift - 1);
-  const uint32_t least = base << f.shift;
-  f.zero = truncate ? least : float_bits(bits_float(least) * 0.5f);
-  if (f.zero == 0) f.zero = 1;
-  return f;
-}
-// Up to `max`, from `eps` on; as published.
-GW_HD inline RangeFloat range_float_between(uint32_t bits, uint32_t mantissa, float eps, float max, bool truncate) {
-  const uint32_t base = float_bits(eps) >> (23 - mantissa);
-  return range_float(bits, mantissa, base, (float_bits(max) >> (23 - mantissa)) - base + 1, truncate);
-}
-// On [-1, 1], the least magnitude such that half of all codes are positive.
+// The floats of the kept parts, which are on [-1, 1].
 GW_HD inline RangeFloat range_float_of(const FftScheme& s) {
-  if (s.bits == 32) return {};
-  const uint32_t top = (float_bits(1.0f) >> (23 - s.mantissa)) + 1, half = 1u << (s.bits - 1);
-  const uint32_t base = top > half ? top - half : 0;
-  return range_float(s.bits, s.mantissa, base, top - base, s.truncate);
+  return s.bits == 32 ? RangeFloat{} : range_float_below(s.bits, s.mantissa, 1.0f, s.truncate);
 }
 
 }  // namespace gradwire

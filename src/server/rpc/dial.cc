@@ -15,18 +15,18 @@
 #include <optional>
 
 #include "gradwire/error.h"
-#include "server/bytes.h"
+#include "server/rpc/frame_buffer.h"
 
 namespace gradwire::server {
 namespace {
 
-// What a connection needs, read once.
+// What a connection needs; its files are read once.
 struct Contact {
   std::string address, token;
   std::shared_ptr<grpc::ChannelCredentials> credentials;
 };
 
-// Why it is of no use to try again; nothing if it is.
+// The error that ends all attempts, if another attempt is of no use.
 std::optional<Error> final_word(const grpc::Status& status) {
   const std::string words = status.error_message();
   switch (status.error_code()) {
@@ -44,7 +44,8 @@ std::optional<Error> final_word(const grpc::Status& status) {
     default:
       break;
   }
-  // The words are those of the TLS library, of which there are two kinds: "certificate verify failed", "CERTIFICATE_VERIFY_FAILED".
+  // The words are those of the TLS library, of which there are two kinds: "certificate verify failed",
+  // "CERTIFICATE_VERIFY_FAILED".
   std::string plain = words;
   for (char& c : plain) c = c == '_' ? ' ' : static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
   if (plain.find("handshake failed") == std::string::npos) return std::nullopt;
@@ -55,12 +56,12 @@ std::optional<Error> final_word(const grpc::Status& status) {
   return std::nullopt;
 }
 
-// One call on a connection of its own. It ends in the thread that made it, never in one of gRPC's, which a channel must not
-// be destroyed in. Writes begin in any thread, so the call is held until nothing can be read any more: gRPC's side of it is
-// gone before OnDone is called.
-class Call final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+// One call on a connection of its own. It ends in the thread that made it, never in one of gRPC's, which a channel must
+// not be destroyed in. Writes begin in any thread, so the call is held until nothing can be read any more: gRPC's side
+// of it is gone before OnDone is called.
+class RpcCall final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
-  Call(const Contact& contact, const char* method) {
+  RpcCall(const Contact& contact, const char* method) {
     grpc::ChannelArguments arguments;
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL,
                      1);  // a connection of its own, without the memory of failed ones
@@ -168,15 +169,15 @@ class Call final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
 };
 
 struct EndCall {
-  void operator()(Call* call) const {
+  void operator()(RpcCall* call) const {
     if (call->cancel()) delete call;
   }
 };
-using CallPointer = std::unique_ptr<Call, EndCall>;
+using CallPointer = std::unique_ptr<RpcCall, EndCall>;
 
 class CallLink final : public Link {
  public:
-  explicit CallLink(const Contact& contact) : call_(new Call(contact, kWorkMethod)) {}
+  explicit CallLink(const Contact& contact) : call_(new RpcCall(contact, kWorkMethod)) {}
   void send(const Frame& frame, const Blob& payload) override { call_->send(frame, payload); }
   bool receive(Frame& frame, Blob& payload, std::chrono::milliseconds patience) override {
     return call_->receive(frame, payload, patience);
@@ -188,7 +189,7 @@ class CallLink final : public Link {
 
 Contact contact_of(const DialOptions& options) {
   keep_grpc_quiet();
-  const Address address = parse_address(options.address, "server");
+  const HostPort address = parse_address(options.address, "server");
   check_security(options.security, address);
   Contact contact{options.address, read_token(options.security.token_file), grpc::InsecureChannelCredentials()};
   if (options.security.tls()) {
@@ -210,7 +211,7 @@ Dialer make_dialer(const DialOptions& options) {
 }
 
 nlohmann::json fetch_status(const DialOptions& options, double patience_s) {
-  const CallPointer call(new Call(contact_of(options), kStatusMethod));
+  const CallPointer call(new RpcCall(contact_of(options), kStatusMethod));
   Frame frame;
   Blob payload;
   try {

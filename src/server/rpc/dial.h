@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A worker's way to a server over gRPC. Only dial.cc sees gRPC.
+// A worker's connection to a server over gRPC. Only dial.cc sees gRPC.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -15,9 +15,9 @@ struct DialOptions {
   Security security;
 };
 
-// Checks files and addresses at once; every call of the result opens a connection.
+// Checks files and the address now; every call of the result opens a connection.
 Dialer make_dialer(const DialOptions& options);
-// What the server says of itself; Error{engine} if it does not within `patience_s`.
+// The status of the server; Error{engine} if it does not answer within `patience_s`.
 nlohmann::json fetch_status(const DialOptions& options, double patience_s);
 
 }  // namespace gradwire::server

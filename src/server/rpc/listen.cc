@@ -15,7 +15,7 @@
 #include <thread>
 
 #include "gradwire/error.h"
-#include "server/bytes.h"
+#include "server/rpc/frame_buffer.h"
 
 namespace gradwire::server {
 namespace {
@@ -40,11 +40,11 @@ grpc::StatusCode code_of(Refusal why) {
   return grpc::StatusCode::UNKNOWN;
 }
 
-// One worker's stream as the hub sees it. It may outlive the reactor, which goes when gRPC is done with it.
-class Stream final : public Session, public std::enable_shared_from_this<Stream> {
+// One worker's stream as the hub sees it. It may outlive the reactor, which is deleted when gRPC is done with it.
+class WorkerStream final : public Session, public std::enable_shared_from_this<WorkerStream> {
  public:
-  Stream(Hub& hub, grpc::ServerGenericBidiReactor* reactor, grpc::GenericCallbackServerContext* context)
-      : hub_(hub), reactor_(reactor), context_(context), peer_(context->peer()), opened_(Clock::now()) {
+  WorkerStream(ServerHub& hub, grpc::ServerGenericBidiReactor* reactor, grpc::GenericCallbackServerContext* context)
+      : hub_(hub), reactor_(reactor), context_(context), peer_(context->peer()), opened_(SteadyClock::now()) {
     if (peer_.starts_with("ipv4:") || peer_.starts_with("ipv6:")) peer_ = peer_.substr(5);
   }
 
@@ -61,9 +61,9 @@ class Stream final : public Session, public std::enable_shared_from_this<Stream>
     const std::lock_guard lock(mutex_);
     if (!reactor_ || refusal_) return;
     refusal_ = grpc::Status(code_of(why), words);
-    // What is on its way goes first; who does not take it is cut off by the sweep.
+    // The message that is on its way goes first. A worker that does not take it is cut off by the sweep.
     if (writing_) {
-      write_began_ = Clock::now();
+      write_began_ = SteadyClock::now();
       while (queue_.size() > 1) queue_.pop_back();
     } else {
       finish();
@@ -76,7 +76,7 @@ class Stream final : public Session, public std::enable_shared_from_this<Stream>
   void read_next() {
     const std::lock_guard lock(mutex_);
     if (!reactor_ || finished_) return;
-    if (queue_.size() > kMostWaiting || waiting_ > kMostBytes) {  // it asks, but does not take the answers
+    if (queue_.size() > kMostWaiting || waiting_ > kMostBytes) {  // it asks, but does not read the answers
       paused_ = true;
       return;
     }
@@ -85,7 +85,7 @@ class Stream final : public Session, public std::enable_shared_from_this<Stream>
   void read_done(bool ok) {
     if (!ok) {
       const std::lock_guard lock(mutex_);
-      if (!refusal_) refusal_ = grpc::Status::OK;  // it has closed its half, or is gone
+      if (!refusal_) refusal_ = grpc::Status::OK;  // the worker has closed its half, or is gone
       if (!writing_) finish();
       return;
     }
@@ -101,7 +101,7 @@ class Stream final : public Session, public std::enable_shared_from_this<Stream>
       refuse(error.field() == "protocol" ? Refusal::protocol : Refusal::malformed, error.what());
       return;
     }
-    if (frame.kind == Kind::hello) greeted_ = true;
+    if (frame.kind == FrameKind::hello) greeted_ = true;
     hub_.received(shared_from_this(), frame, std::move(payload), [self = shared_from_this()] { self->read_next(); });
   }
   void write_done(bool ok) {
@@ -130,7 +130,7 @@ class Stream final : public Session, public std::enable_shared_from_this<Stream>
     }
     hub_.vanished(this);
   }
-  // Now and then, by a thread that looks after all streams.
+  // Called now and then by the thread that watches all streams.
   void sweep(double hello_s, double stall_s) {
     if (!greeted_ && seconds_since(opened_) > hello_s)
       return refuse(Refusal::slow, fmt::format("no hello within {:.0f} s", hello_s));
@@ -143,7 +143,7 @@ class Stream final : public Session, public std::enable_shared_from_this<Stream>
 
   void write_next() {
     writing_ = true;
-    write_began_ = Clock::now();
+    write_began_ = SteadyClock::now();
     reactor_->StartWrite(&queue_.front());
   }
   void finish() {
@@ -152,12 +152,12 @@ class Stream final : public Session, public std::enable_shared_from_this<Stream>
     reactor_->Finish(*refusal_);
   }
 
-  Hub& hub_;
+  ServerHub& hub_;
   std::mutex mutex_;
   grpc::ServerGenericBidiReactor* reactor_;
   grpc::GenericCallbackServerContext* context_;
   std::string peer_;
-  Clock::time_point opened_, write_began_;
+  SteadyClock::time_point opened_, write_began_;
   std::atomic<bool> greeted_{false};
   std::deque<grpc::ByteBuffer> queue_;
   size_t waiting_ = 0;  // bytes in it
@@ -167,10 +167,10 @@ class Stream final : public Session, public std::enable_shared_from_this<Stream>
   std::atomic<uint64_t> in_{0}, out_{0};
 };
 
-class Work final : public grpc::ServerGenericBidiReactor {
+class WorkReactor final : public grpc::ServerGenericBidiReactor {
  public:
-  Work(Hub& hub, grpc::GenericCallbackServerContext* context, std::function<void(Work*)> over)
-      : hub_(hub), over_(std::move(over)), stream_(std::make_shared<Stream>(hub, this, context)) {
+  WorkReactor(ServerHub& hub, grpc::GenericCallbackServerContext* context, std::function<void(WorkReactor*)> over)
+      : hub_(hub), over_(std::move(over)), stream_(std::make_shared<WorkerStream>(hub, this, context)) {
     hub_.count_connection(1);
     stream_->read_next();
   }
@@ -182,19 +182,19 @@ class Work final : public grpc::ServerGenericBidiReactor {
     over_(this);
     delete this;
   }
-  const std::shared_ptr<Stream>& stream() const { return stream_; }
+  const std::shared_ptr<WorkerStream>& stream() const { return stream_; }
 
  private:
-  Hub& hub_;
-  std::function<void(Work*)> over_;
-  std::shared_ptr<Stream> stream_;
+  ServerHub& hub_;
+  std::function<void(WorkReactor*)> over_;
+  std::shared_ptr<WorkerStream> stream_;
 };
 
-// Says one thing and ends.
-class Answer final : public grpc::ServerGenericBidiReactor {
+// Sends one message, or only a status, and ends.
+class OneReply final : public grpc::ServerGenericBidiReactor {
  public:
-  explicit Answer(const grpc::Status& status) { Finish(status); }
-  explicit Answer(const nlohmann::json& text) : buffer_(to_buffer({.kind = Kind::notice}, text_blob(text))) {
+  explicit OneReply(const grpc::Status& status) { Finish(status); }
+  explicit OneReply(const nlohmann::json& text) : buffer_(to_buffer({.kind = FrameKind::notice}, text_blob(text))) {
     StartWriteAndFinish(&buffer_, grpc::WriteOptions(), grpc::Status::OK);
   }
   void OnDone() override { delete this; }
@@ -203,7 +203,7 @@ class Answer final : public grpc::ServerGenericBidiReactor {
   grpc::ByteBuffer buffer_;
 };
 
-// In a time that does not tell how much of it was right.
+// Takes a time that does not depend on how much of the secret is right.
 bool same_secret(const std::string& a, std::string_view b) {
   unsigned difference = a.size() == b.size() ? 0 : 1;
   for (size_t i = 0; i < a.size(); ++i) difference |= static_cast<unsigned char>(a[i] ^ (i < b.size() ? b[i] : 0));
@@ -224,8 +224,8 @@ std::shared_ptr<grpc::ServerCredentials> credentials_of(const Security& security
 
 }  // namespace
 
-struct Listener::State final : public grpc::CallbackGenericService {
-  State(Hub& given, const ListenOptions& told)
+struct RpcListener::State final : public grpc::CallbackGenericService {
+  State(ServerHub& given, const ListenOptions& told)
       : hub(given), options(told), token(read_token(told.security.token_file)) {}
 
   grpc::ServerGenericBidiReactor* CreateReactor(grpc::GenericCallbackServerContext* context) override {
@@ -234,22 +234,22 @@ struct Listener::State final : public grpc::CallbackGenericService {
       if (found == context->client_metadata().end() ||
           !same_secret(token, {found->second.data(), found->second.size()})) {
         hub.count_refusal("token");
-        return new Answer(
+        return new OneReply(
             grpc::Status(grpc::StatusCode::UNAUTHENTICATED, "the token is missing or wrong (--token-file)"));
       }
     }
-    if (context->method() == kStatusMethod) return new Answer(hub.status());
+    if (context->method() == kStatusMethod) return new OneReply(hub.status());
     if (context->method() != kWorkMethod)
-      return new Answer(grpc::Status(grpc::StatusCode::UNIMPLEMENTED, "unknown method"));
+      return new OneReply(grpc::Status(grpc::StatusCode::UNIMPLEMENTED, "unknown method"));
     const std::lock_guard lock(mutex);
-    if (stopping) return new Answer(grpc::Status(grpc::StatusCode::UNAVAILABLE, "the server is stopping"));
+    if (stopping) return new OneReply(grpc::Status(grpc::StatusCode::UNAVAILABLE, "the server is stopping"));
     if (works.size() >= static_cast<size_t>(options.max_connections)) {
       hub.count_refusal("full");
-      return new Answer(grpc::Status(
+      return new OneReply(grpc::Status(
           grpc::StatusCode::RESOURCE_EXHAUSTED,
           fmt::format("the server is full: it takes {} connections (--max-connections)", options.max_connections)));
     }
-    auto* work = new Work(hub, context, [this](Work* over) {
+    auto* work = new WorkReactor(hub, context, [this](WorkReactor* over) {
       const std::lock_guard lock(mutex);
       works.erase(over);
       idle.notify_all();
@@ -262,29 +262,29 @@ struct Listener::State final : public grpc::CallbackGenericService {
     std::unique_lock lock(mutex);
     while (!stopping) {
       idle.wait_for(lock, std::chrono::milliseconds(500));
-      std::vector<std::shared_ptr<Stream>> streams;
-      for (Work* work : works) streams.push_back(work->stream());
+      std::vector<std::shared_ptr<WorkerStream>> streams;
+      for (WorkReactor* work : works) streams.push_back(work->stream());
       lock.unlock();
       for (const auto& stream : streams) stream->sweep(options.hello_s, options.stall_s);
       lock.lock();
     }
   }
 
-  Hub& hub;
+  ServerHub& hub;
   ListenOptions options;
   std::string token;
   int port = 0;
   std::mutex mutex;
   std::condition_variable idle;
-  std::set<Work*> works;
+  std::set<WorkReactor*> works;
   bool stopping = false;
   std::unique_ptr<grpc::Server> server;
   std::thread sweeper;
 };
 
-Listener::Listener(Hub& hub, const ListenOptions& options) {
+RpcListener::RpcListener(ServerHub& hub, const ListenOptions& options) {
   keep_grpc_quiet();
-  const Address address = parse_address(options.address, "listen");
+  const HostPort address = parse_address(options.address, "listen");
   check_security(options.security, address);
   state_ = std::make_unique<State>(hub, options);
   grpc::ServerBuilder builder;
@@ -292,7 +292,7 @@ Listener::Listener(Hub& hub, const ListenOptions& options) {
   builder.RegisterCallbackGenericService(state_.get());
   builder.SetMaxReceiveMessageSize(static_cast<int>(kFrameHead + kMaxFrame + 1024));
   builder.SetMaxSendMessageSize(-1);
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // a taken port is an error, not a share
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // a port that is taken is an error, it is not shared
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
@@ -313,7 +313,7 @@ Listener::Listener(Hub& hub, const ListenOptions& options) {
   state_->sweeper = std::thread([this] { state_->sweep(); });
 }
 
-Listener::~Listener() {
+RpcListener::~RpcListener() {
   {
     const std::lock_guard lock(state_->mutex);
     state_->stopping = true;
@@ -326,6 +326,6 @@ Listener::~Listener() {
   state_->idle.wait(lock, [this] { return state_->works.empty(); });
 }
 
-int Listener::port() const { return state_->port; }
+int RpcListener::port() const { return state_->port; }
 
 }  // namespace gradwire::server

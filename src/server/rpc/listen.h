@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Hub on the network: gRPC with raw bytes, one stream a worker. Only listen.cc sees gRPC.
+// The hub on the network: gRPC with raw bytes, one stream per worker. Only listen.cc sees gRPC.
 #pragma once
 
 #include <memory>
@@ -14,14 +14,14 @@ struct ListenOptions {
   std::string address = "127.0.0.1:7070";
   Security security;
   int max_connections = 2048;
-  double hello_s = 10;   // who has not said hello by then is sent away
-  double stall_s = 120;  // who does not read for so long, too
+  double hello_s = 10;   // a connection that has not said hello by then is closed
+  double stall_s = 120;  // so is one that does not read for so long
 };
 
-class Listener {
+class RpcListener {
  public:
-  Listener(Hub& hub, const ListenOptions& options);  // Error{io, "listen"} if the address cannot be had
-  ~Listener();
+  RpcListener(ServerHub& hub, const ListenOptions& options);  // Error{io, "listen"} if the address cannot be had
+  ~RpcListener();
   int port() const;
 
  private:

@@ -127,7 +127,7 @@ std::string metrics_text(const json& status) {
   gauge("gradwire_loss", "Mean loss of the workers at the last step.", at(status, {"loss"}));
   gauge("gradwire_model_tensors", "Tensors of the model.", at(status, {"model", "tensors"}));
   gauge("gradwire_model_elements", "Elements of the model.", at(status, {"model", "elements"}));
-  gauge("gradwire_model_parts", "Parts the model is sharded into.", at(status, {"model", "parts"}));
+  gauge("gradwire_model_parts", "Shards of the model.", at(status, {"model", "parts"}));
   gauge("gradwire_workers_present", "Workers that take part now.", at(status, {"workers", "present"}));
   gauge("gradwire_workers_min", "Workers below which no step is made.", at(status, {"workers", "min"}));
   gauge("gradwire_workers_max", "Workers above which joiners are refused.", at(status, {"workers", "max"}));

@@ -139,7 +139,7 @@ std::string status_text(const json& status) {
   line("loss", plain(at(status, {"loss"})));
   line("workers", fmt::format("{} present, {} needed, {} at most", count(at(status, {"workers", "present"})),
                               count(at(status, {"workers", "min"})), count(at(status, {"workers", "max"}))));
-  line("model", fmt::format("{} tensors, {} elements, {} parts", count(at(status, {"model", "tensors"})),
+  line("model", fmt::format("{} tensors, {} elements, {} shards", count(at(status, {"model", "tensors"})),
                             count(at(status, {"model", "elements"})), count(at(status, {"model", "parts"}))));
   line("codecs", fmt::format("up {}, down {} ({})", words(at(status, {"up"})), words(at(status, {"down"})),
                              words(at(status, {"send"}))));

@@ -31,14 +31,14 @@ HttpReply fixed(std::string_view text, const char* type, int status = 200) {
 
 }  // namespace
 
-Watch::Watch(const std::string& host, int port, std::function<nlohmann::json()> status)
+Watch::Watch(const std::string& host, int port, std::function<nlohmann::json()> status, HttpTimeouts timeouts)
     : status_(std::move(status)),
-      http_(
-          std::make_unique<HttpServer>(host, port, kHeaders, [this](std::string_view path) { return answer(path); })) {}
+      http_(std::make_unique<HttpServer>(
+          host, port, kHeaders, [this](std::string_view path) { return answer(path); }, timeouts)) {}
 
 void Watch::refresh() {
-  const auto now = std::chrono::steady_clock::now();
-  if (made_ != std::chrono::steady_clock::time_point{} && now - made_ < kFresh) return;
+  const auto now = SteadyClock::now();
+  if (made_ != SteadyClock::time_point{} && now - made_ < kFresh) return;
   json_ = metrics_ = nullptr;
   try {
     const nlohmann::json status = status_();
@@ -49,7 +49,7 @@ void Watch::refresh() {
     json_ = metrics_ = nullptr;
     failure_ = std::string("no status: ") + error.what() + "\n";
   }
-  made_ = std::chrono::steady_clock::now();  // counted from its end: a slow status is not asked for without pause
+  made_ = SteadyClock::now();  // counted from its end: a slow status is not asked for without pause
 }
 
 HttpReply Watch::answer(std::string_view path) {

@@ -26,10 +26,10 @@ class Watch {
  public:
   static constexpr std::chrono::milliseconds kFresh{250};
 
-  // Error{io, "watch"} with address and reason if nobody can listen there; port 0 is any. `status` is called by a
-  // thread of this class, one call at a time; it must not wait for whoever destroys the Watch. If it throws,
+  // Error{io, "watch"} with address and reason if the address cannot be had; port 0 is any. `status` is called by a
+  // thread of this class, one call at a time; it must not wait for the thread that destroys the Watch. If it throws,
   // /status.json and /metrics answer 503 until it does not.
-  Watch(const std::string& host, int port, std::function<nlohmann::json()> status);
+  Watch(const std::string& host, int port, std::function<nlohmann::json()> status, HttpTimeouts timeouts = {});
   int port() const { return http_->port(); }
 
  private:
@@ -40,7 +40,7 @@ class Watch {
 
   // Used by the HTTP thread only.
   std::function<nlohmann::json()> status_;
-  std::chrono::steady_clock::time_point made_{};
+  SteadyClock::time_point made_{};
   Text json_, metrics_;  // null: the status could not be had
   std::string failure_;
 

@@ -70,14 +70,14 @@ std::string_view trim(std::string_view text) {
 }
 
 // What of a request matters here.
-struct Request {
+struct HttpRequest {
   std::string_view method, path;
   bool keep_alive = true;
   int refused = 0;  // a status, or 0
 };
 
-Request parse(std::string_view head) {
-  Request request;
+HttpRequest parse_request(std::string_view head) {
+  HttpRequest request;
   const size_t end = head.find("\r\n");
   const std::string_view line = head.substr(0, end);
   const size_t first = line.find(' '), last = line.rfind(' ');
@@ -123,7 +123,7 @@ bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == 
 }  // namespace
 
 struct HttpServer::Connection {
-  explicit Connection(int s) : socket(s) {}
+  Connection(int s, SteadyClock::time_point until) : socket(s), deadline(until) {}
   ~Connection() { ::close(socket); }
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
@@ -136,7 +136,7 @@ struct HttpServer::Connection {
 
   int socket;
   Phase phase = Phase::receiving;
-  Clock::time_point deadline = Clock::now() + kIdle;
+  SteadyClock::time_point deadline;
   std::string in;    // of the request that is arriving, and of those behind it
   std::string head;  // of the answer
   std::shared_ptr<const std::string> body;
@@ -146,8 +146,8 @@ struct HttpServer::Connection {
   bool last = false;  // close after this answer
 };
 
-HttpServer::HttpServer(const std::string& host, int port, std::string headers, Answer answer)
-    : headers_(std::move(headers)), answer_(std::move(answer)) {
+HttpServer::HttpServer(const std::string& host, int port, std::string headers, Handler handler, HttpTimeouts timeouts)
+    : headers_(std::move(headers)), handler_(std::move(handler)), timeouts_(timeouts) {
   listen_on(host, port);
   wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (wake_ < 0) {
@@ -216,8 +216,8 @@ void HttpServer::listen_on(const std::string& host, int port) {
 void HttpServer::loop() {
   std::vector<pollfd> polled;
   for (;;) {
-    const Clock::time_point now = Clock::now();
-    Clock::time_point next = now + std::chrono::hours(1);
+    const SteadyClock::time_point now = SteadyClock::now();
+    SteadyClock::time_point next = now + std::chrono::hours(1);
     polled.clear();
     polled.push_back({wake_, POLLIN, 0});
     polled.push_back({listener_, static_cast<short>(now < accept_after_ ? 0 : POLLIN), 0});
@@ -230,12 +230,12 @@ void HttpServer::loop() {
     // One millisecond more, so that the deadline has passed when poll returns.
     const auto wait = std::chrono::ceil<std::chrono::milliseconds>(next - now).count() + 1;
     if (::poll(polled.data(), polled.size(), static_cast<int>(std::max<int64_t>(wait, 0))) < 0 && errno != EINTR) {
-      accept_after_ = Clock::now() + std::chrono::milliseconds(100);  // ENOMEM: try again, do not spin
+      accept_after_ = SteadyClock::now() + std::chrono::milliseconds(100);  // ENOMEM: try again, do not spin
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
       continue;
     }
     if (polled[0].revents) return;
-    const Clock::time_point woken = Clock::now();
+    const SteadyClock::time_point woken = SteadyClock::now();
     size_t i = 2;
     for (auto it = connections_.begin(); it != connections_.end(); ++i) {
       bool open = true;
@@ -256,11 +256,11 @@ void HttpServer::accept_all() {
     if (s < 0) {
       if (errno == ECONNABORTED || errno == EINTR) continue;
       // Out of descriptors or memory: the pending connection would wake poll at once, again and again.
-      if (!would_block()) accept_after_ = Clock::now() + std::chrono::milliseconds(100);
+      if (!would_block()) accept_after_ = SteadyClock::now() + std::chrono::milliseconds(100);
       return;
     }
     if (make_room()) {
-      connections_.emplace_back(s);
+      connections_.emplace_back(s, SteadyClock::now() + timeouts_.idle);
     } else {
       static constexpr std::string_view kFull =
           "HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n";
@@ -293,16 +293,16 @@ bool HttpServer::serve(Connection& connection, short events) {
 bool HttpServer::receive(Connection& connection) {
   char buffer[4096];
   const ssize_t count = ::recv(connection.socket, buffer, sizeof buffer, 0);
-  if (count < 0) return would_block() && Clock::now() < connection.deadline;
+  if (count < 0) return would_block() && SteadyClock::now() < connection.deadline;
   if (count == 0) return false;
   if (connection.phase == Phase::draining) {
     connection.drained += static_cast<size_t>(count);
-    return connection.drained < kMaxDrain && Clock::now() < connection.deadline;
+    return connection.drained < kMaxDrain && SteadyClock::now() < connection.deadline;
   }
-  if (connection.in.empty()) connection.deadline = Clock::now() + kArrival;
+  if (connection.in.empty()) connection.deadline = SteadyClock::now() + timeouts_.arrival;
   connection.in.append(buffer, static_cast<size_t>(count));
   if (take_request(connection)) return send_out(connection);
-  return Clock::now() < connection.deadline;
+  return SteadyClock::now() < connection.deadline;
 }
 
 bool HttpServer::take_request(Connection& connection) {
@@ -314,7 +314,7 @@ bool HttpServer::take_request(Connection& connection) {
     refuse(connection, in.find("\r\n") > kMaxHead ? 414 : 431);
     return true;
   }
-  const Request request = parse(std::string_view(in).substr(0, end));
+  const HttpRequest request = parse_request(std::string_view(in).substr(0, end));
   const bool head_only = request.method == "HEAD";
   connection.last = !request.keep_alive || ++connection.requests >= kMaxRequests;
   if (request.refused == 400 || request.refused == 414 || request.refused == 505) {
@@ -326,7 +326,7 @@ bool HttpServer::take_request(Connection& connection) {
   } else {
     HttpReply what;
     try {
-      what = answer_(request.path);
+      what = handler_(request.path);
     } catch (const std::exception&) {
       what = {500, "text/plain; charset=utf-8", std::make_shared<const std::string>("internal error\n")};
     }
@@ -351,7 +351,7 @@ void HttpServer::reply(Connection& connection, const HttpReply& what, bool head_
   connection.body = head_only ? nullptr : what.body;
   connection.sent = 0;
   connection.phase = Phase::sending;
-  connection.deadline = Clock::now() + kDelivery;
+  connection.deadline = SteadyClock::now() + timeouts_.delivery;
 }
 
 bool HttpServer::send_out(Connection& connection) {
@@ -363,18 +363,18 @@ bool HttpServer::send_out(Connection& connection) {
       const size_t from = in_head ? connection.sent : connection.sent - head;
       const int more = in_head && total > head ? MSG_MORE : 0;
       const ssize_t count = ::send(connection.socket, part.data() + from, part.size() - from, MSG_NOSIGNAL | more);
-      if (count < 0) return would_block() && Clock::now() < connection.deadline;
+      if (count < 0) return would_block() && SteadyClock::now() < connection.deadline;
       connection.sent += static_cast<size_t>(count);
     }
     connection.body.reset();
     if (connection.last) {
       ::shutdown(connection.socket, SHUT_WR);
       connection.phase = Phase::draining;
-      connection.deadline = Clock::now() + kDrain;
+      connection.deadline = SteadyClock::now() + kDrain;
       return true;
     }
     connection.phase = Phase::receiving;
-    connection.deadline = Clock::now() + (connection.in.empty() ? std::chrono::seconds(kIdle) : kArrival);
+    connection.deadline = SteadyClock::now() + (connection.in.empty() ? timeouts_.idle : timeouts_.arrival);
     if (connection.in.empty() || !take_request(connection)) return true;
   }
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // HTTP for watching, and no more than that: GET and HEAD of short paths, answered from memory. One thread polls all
-// connections, so a client that sends a byte a second or never reads its answer costs a slot, not a thread, and nobody
-// waits for it. Everything is bounded: connections, the bytes of a request, the time it may take to arrive, the time an
-// answer may take to leave, the requests of one connection. Bodies are refused. The destructor returns at once whatever
-// the clients are doing. (A library with a thread per connection was tried: as many slow clients as it had threads kept
-// it from answering and from stopping.)
+// connections, so a client that sends a byte per second or never reads its answer costs a slot, not a thread, and no
+// other client waits for it. Everything is bounded: connections, the bytes of a request, the time it may take to
+// arrive, the time an answer may take to leave, the requests of one connection. Bodies are refused. The destructor
+// returns at once whatever the clients are doing. (A library with a thread per connection was tried: as many slow
+// clients as it had threads kept it from answering and from stopping.)
 #pragma once
 
 #include <chrono>
@@ -15,6 +15,8 @@
 #include <string_view>
 #include <thread>
 
+#include "core/clock.h"
+
 namespace gradwire::server {
 
 struct HttpReply {
@@ -23,21 +25,26 @@ struct HttpReply {
   std::shared_ptr<const std::string> body;  // shared: many pollers of one text cost its memory once
 };
 
+// How long a connection may take for what it does. Tests choose other limits, so that none of them depends on how fast
+// the machine is.
+struct HttpTimeouts {
+  std::chrono::milliseconds idle{30'000};      // between two requests
+  std::chrono::milliseconds arrival{5'000};    // of one request, from its first byte
+  std::chrono::milliseconds delivery{10'000};  // of one answer, to its last byte
+};
+
 class HttpServer {
  public:
-  using Answer = std::function<HttpReply(std::string_view path)>;
+  using Handler = std::function<HttpReply(std::string_view path)>;
 
   static constexpr size_t kMaxConnections = 64;
   static constexpr size_t kMaxHead = 8192;  // request line and headers
   static constexpr size_t kMaxTarget = 1024;
-  static constexpr int kMaxRequests = 1000;             // of one connection
-  static constexpr std::chrono::seconds kIdle{30};      // between requests
-  static constexpr std::chrono::seconds kArrival{5};    // of one request, from its first byte
-  static constexpr std::chrono::seconds kDelivery{10};  // of one answer, to its last byte
+  static constexpr int kMaxRequests = 1000;  // of one connection
 
-  // `headers` ("Name: value\r\n"...) go with every answer. Error{io, "watch"} if nobody can listen there; port 0 is
-  // any. `answer` is called by the server's own thread, one call at a time; what it throws becomes status 500.
-  HttpServer(const std::string& host, int port, std::string headers, Answer answer);
+  // `headers` ("Name: value\r\n"...) go with every answer. Error{io, "watch"} if the address cannot be had; port 0 is
+  // any. `handler` is called by the server's own thread, one call at a time; what it throws becomes status 500.
+  HttpServer(const std::string& host, int port, std::string headers, Handler handler, HttpTimeouts timeouts = {});
   ~HttpServer();
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;
@@ -45,7 +52,6 @@ class HttpServer {
   int port() const { return port_; }
 
  private:
-  using Clock = std::chrono::steady_clock;
   struct Connection;
 
   void listen_on(const std::string& host, int port);
@@ -60,11 +66,12 @@ class HttpServer {
   void refuse(Connection& connection, int status, std::string_view extra = {});
 
   std::string headers_;
-  Answer answer_;
+  Handler handler_;
+  HttpTimeouts timeouts_;
   int port_ = 0;
   int listener_ = -1;
   int wake_ = -1;  // an eventfd: written once, to stop
-  Clock::time_point accept_after_{};
+  SteadyClock::time_point accept_after_{};
   std::list<Connection> connections_;
   std::thread thread_;
 };

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // A consumer of the installed package: encodes and decodes a tensor, then averages it among three workers. It touches
-// every library of the package (codec, flow, engine, collective), so a link line that lacks one does not link.
+// every library of the package (codec, message, engine, collective), so a link line that lacks one does not link.
 #include <cmath>
 #include <cstdio>
 #include <vector>
 
 #include "gradwire/collective.h"
 #include "gradwire/runner.h"
+#include "gradwire/version.h"
 
 int main() {
   using namespace gradwire;
@@ -30,19 +31,13 @@ int main() {
 
   float worst_mean[3] = {};
   run_loopback(3, [&](Engine& engine) {
-    ReduceOptions options;
-    options.up = "fp32";
-    Reducer reducer(engine, {{"weight", gradient.size()}}, options);
-    std::vector<float> mean(gradient.size());
-    const void* mine[] = {gradient.data()};
-    void* result[] = {mean.data()};
-    reducer.run(0, mine, result);
-    reducer.commit(0);
+    std::vector<float> mean = gradient;
+    all_reduce(engine, mean, "fp32");
     float& off = worst_mean[engine.rank()];
     for (size_t i = 0; i < mean.size(); ++i) off = std::fmax(off, std::fabs(mean[i] - gradient[i]));
   });
   // The mean of three equal values, rounded in a sum of two additions and one division.
   for (float off : worst_mean)
     if (!(off <= 1e-6f)) return std::printf("all-reduce: off by %g\n", off), 1;
-  std::printf("%zu bytes for %zu floats\n", message.size(), gradient.size());
+  std::printf("gradwire %s: %zu bytes for %zu floats\n", kVersionString.data(), message.size(), gradient.size());
 }

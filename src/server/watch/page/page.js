@@ -148,7 +148,7 @@ function show(s) {
   ]);
   lines("books-lines", [
     ...["computed", "applied", "held", "lost", "difference"].map((entry) => [entry, number(ledger[entry], 6), entry === "difference" && off]),
-    ["model", `${count(model.tensors)} tensors, ${count(model.elements)} elements in ${count(model.parts)} parts`],
+    ["model", `${count(model.tensors)} tensors, ${count(model.elements)} elements in ${count(model.parts)} shards`],
   ]);
 }
 

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/version.h"
+
+#include "commit.h"  // made at build time by cmake/commit.cmake
+#include "gradwire/version.h"
+
+namespace gradwire::app {
+
+std::string version_text() {
+  const std::string version(kVersionString), commit = GRADWIRE_COMMIT;
+  return commit.empty() ? version : version + " (commit " + commit + ")";
+}
+
+}  // namespace gradwire::app

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket of DDP is split into chunks, and each chunk is an all-reduce of its own. Chunks follow each other on the
+link: while one is being sent the next one is encoded, and many short exchanges fill a link better than two long ones.
+"""
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import _core
+from ._task import CodingTask
+from ._transport import Exchange
+
+if TYPE_CHECKING:
+    from ._ddp import DdpHook
+
+# Elements of a chunk. On a link that carries fewer than SLOW bytes per second FINE_CHUNK fills the link best; on a
+# faster link CHUNK takes the least work of the processor.
+SLOW, FINE_CHUNK, CHUNK = 1.2e7, 1 << 19, 1 << 20
+ChunkKey = tuple[tuple[int, ...], int, int]  # tensors; which chunk of how many, if it is a part of a single tensor
+
+
+def split(tensors: tuple[int, ...], counts: list[int], model: "_core.RelayModel", elements: int) -> list[ChunkKey]:
+    """The chunks of a bucket, of about so many elements each. 0: the bucket stays whole, as on CUDA streams, where
+    DDP's buckets are small enough, and large enough to be worth their kernel launches."""
+    if elements == 0:
+        return [(tensors, 0, 1)]
+    chunks: list[ChunkKey] = []
+    open_chunk: list[int] = []
+    collected = 0
+    for tensor in tensors:
+        if counts[tensor] >= 2 * elements and model.divisible(tensor):
+            if open_chunk:
+                chunks.append((tuple(open_chunk), 0, 1))
+            parts = counts[tensor] // elements
+            chunks += [((tensor,), part, parts) for part in range(parts)]
+            open_chunk, collected = [], 0
+            continue
+        open_chunk.append(tensor)
+        collected += counts[tensor]
+        if collected >= elements:
+            chunks.append((tuple(open_chunk), 0, 1))
+            open_chunk, collected = [], 0
+    return chunks + ([(tuple(open_chunk), 0, 1)] if open_chunk else [])
+
+
+class Chunk(CodingTask):
+    """One of DDP's buckets, or a part of it: the BucketTask that the transport runs."""
+
+    def __init__(self, hook: "DdpHook", tensors: tuple[int, ...], chunk: int, chunks: int) -> None:
+        super().__init__(
+            hook._model, list(tensors), hook._transport, hook._device, hook._threads, hook._times, chunk, chunks
+        )
+        self.hook, self.chunk = hook, chunk
+        self.future: "torch.futures.Future[torch.Tensor] | None" = None
+
+    def load(self, buffer: torch.Tensor, gradients: list[torch.Tensor], first: bool, last: bool) -> None:
+        """The gradients of this step. `first` and `last` say whether the chunk begins or ends the step."""
+        self.buffer, self.gradients, self.first, self.last = buffer, gradients, first, last
+        self.pointers = [gradient.data_ptr() for gradient in gradients]
+        self.loss_scale = self.hook._scale() if first else 1.0
+        self.sent = 0
+        if self.stream is not None:
+            self.wait_for(torch.cuda.current_stream(self.device))
+
+    def start(self) -> Exchange:
+        if self.first:
+            self.hook._used = []
+            self.hook._begin(self.loss_scale)
+        self.hook._used.append(self)
+        self.wait_for(self.hook._stream)  # on which the previous step was ended
+        with self.on_stream():
+            with self.measure("encode", "up"):
+                self.coder.begin(self._unused())
+                send, slots, answers = self.encode_up(self.pointers)
+                self.hook._meters.measure(self, send)
+            return self.exchange("up", send, slots, answers)
+
+    def _unused(self) -> list[int]:
+        """With find_unused_parameters: which parameters no rank has used in this step. DDP discards their result, so
+        their residual must not become a part of it. This costs a small all-reduce per bucket, as DDP's own search
+        does."""
+        ddp = self.hook._ddp()
+        if ddp is None or not ddp.find_unused_parameters or ddp.static_graph:
+            return []
+        used = torch.stack([gradient.count_nonzero() for gradient in self.gradients]).clamp_(max=1).to(torch.uint8)
+        return [1 - flag for flag in self.transport.any_rank(used)]
+
+    def reduce(self, received: torch.Tensor) -> Exchange | None:
+        with self.on_stream():
+            with self.measure("decode", "down"):
+                here = self.to_device("up", received)
+                if not self.coder.down_recv:  # method="gather"
+                    self.coder.decode_up(here.data_ptr(), here.numel(), self.pointers)
+                    return None
+                self.coder.decode_up(here.data_ptr(), here.numel())
+            with self.measure("encode", "down"):
+                send, slots, answers = self.encode_down([])
+            return self.exchange("down", send, slots, answers)
+
+    def finish(self, received: torch.Tensor | None) -> None:
+        with self.on_stream():
+            if received is not None:
+                with self.measure("decode", "end"):
+                    here = self.to_device("down", received)
+                    self.coder.decode_down(here.data_ptr(), here.numel(), self.pointers)
+            if self.last:
+                self.hook._end(self.hook._used)
+            if self.future is not None:
+                self.future.set_result(self.buffer)
+
+    def fail(self, error: BaseException) -> None:
+        if self.future is not None:
+            with contextlib.suppress(RuntimeError):  # it is complete already
+                self.future.set_exception(error)  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hooks for DDP and for FSDP2 have in common, and the checks of their options."""
+
+import math
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Any, Mapping, Sequence
+
+import torch
+
+from .. import _arrays
+from .._errors import UsageError
+
+DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+class Hook(ABC):
+    """What `compress` returns: the state of a model's compression. It is not constructed directly.
+
+    step: how many steps were taken. codec: the rules that decide about gradients, in their full form.
+    """
+
+    step: int
+    codec: str
+    _rate = 0.0
+    _loss_scale: float | None = None
+
+    def set_rate(self, rate: float) -> None:
+        """Sets the learning rate of the following steps, for codecs that depend on it (fft:schedule=rate)."""
+        self._rate = float(rate)
+
+    def set_loss_scale(self, scale: float | None) -> None:
+        """Sets the factor that gradients are multiplied by, where there is no GradScaler to ask. None: ask it again."""
+        self._loss_scale = scale
+
+    def log(self, writer: Any, step: int | None = None, prefix: str = "gradwire") -> None:
+        """Writes the numbers of `stats` as scalars to a TensorBoard SummaryWriter, or to anything with add_scalar."""
+        for name, value in _scalars(self.stats()):
+            writer.add_scalar(f"{prefix}/{name}", value, self.step if step is None else step)
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Ends the compression: from the next step on the model sends what it sent without the hook. All ranks must
+        call it between the same two steps. The state can still be read."""
+
+    @abstractmethod
+    def residual_hash(self) -> int:
+        """A hash of all residuals and of everything that codecs have learned, on this rank. Equal states have equal
+        hashes."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """What was sent, what it cost and what was lost, on this rank."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must contain: residuals, what codecs have learned, the step."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continues from a state. Collective."""
+
+
+def _scalars(stats: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """The numbers of `stats` by name. Of the parameters only measured errors: the rest does not change."""
+    found: list[tuple[str, float]] = []
+    for name, value in stats.items():
+        if name == "parameters":
+            found += [
+                (f"error/{parameter}", one["error"]) for parameter, one in value.items() if one["error"] is not None
+            ]
+        elif isinstance(value, Mapping):
+            found += _scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)):
+            found.append((prefix + name, value))
+    return found
+
+
+# Options. They are checked where they are given, on all ranks.
+
+
+def residual_dtype(dtype: Any) -> torch.dtype:
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise UsageError(f"residual is {dtype}; allowed are torch.float32 and torch.bfloat16", field="residual")
+    return dtype  # type: ignore[no-any-return]
+
+
+def steps(value: Any, field: str) -> int:
+    try:
+        return _arrays.whole(value, field, 2**63 - 1)
+    except UsageError:
+        raise UsageError(f"{field} is {value!r}; it is a number of steps, 0 or more", field=field) from None
+
+
+def threads(value: Any) -> int:
+    return _arrays.threads_for(0, 1 if value is None else value)
+
+
+def limit(value: Any, field: str) -> float | None:
+    """A positive, finite number, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+        raise UsageError(f"{field} is {value!r}; allowed is a positive number", field=field)
+    return float(value)
+
+
+def timeout_of(value: Any) -> timedelta | None:
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    seconds = limit(value, "timeout")
+    if seconds is not None and seconds > 1e9:
+        raise UsageError(f"timeout is {value!r} seconds; allowed are at most 1e9", field="timeout")
+    return None if seconds is None else timedelta(seconds=seconds)

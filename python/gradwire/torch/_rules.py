@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A codec says how one tensor is encoded. Rules map names to codecs: "PATTERN=CODEC;...;*=CODEC", where the first
+pattern that matches decides. Users give either; hooks work with rules.
+"""
+
+from typing import Any, Iterable
+
+from .. import _core
+from .._errors import UsageError
+
+
+def rules_of(codec: Any, min_elements: int, field: str = "codec") -> str:
+    """Rules as they are. A codec as rules that leave tensors with one dimension, or with fewer than `min_elements`
+    elements, in fp32."""
+    if isinstance(codec, _core.Rules):
+        return _written_out(str(codec))
+    if not isinstance(codec, (str, _core.Codec)):
+        raise UsageError(
+            f"{field} is of type {type(codec).__name__}; allowed are a codec such as 'optquant:bits=4', rules such as "
+            "'*.bias=fp32;*=optquant:bits=4', a gradwire.Codec and gradwire.Rules",
+            field=field,
+        )
+    text = str(codec)
+    name, equals, _ = text.partition("=")
+    if equals and ":" not in name:  # in a codec an '=' comes only after its ':'
+        return _written_out(str(_core.Rules(text)))
+    small = f"<{min_elements}=fp32;" if min_elements > 0 else ""
+    return f"1d=fp32;{small}*={_core.Codec(text)}"
+
+
+def _written_out(rules: str) -> str:
+    """The core writes a single rule as its codec alone."""
+    return rules if ";" in rules else f"*={rules}"
+
+
+def check_patterns(rules: str, names: Iterable[str], what: str, field: str = "codec") -> None:
+    """Refuses a pattern that matches no name: it is misspelled, or written for another model. Patterns by dimension and
+    by size ("1d", "<1024") are not about names, and need not match."""
+    names = list(names)
+    for rule in rules.split(";"):
+        pattern = rule.partition("=")[0].strip()
+        if pattern in ("1d", "*") or pattern.startswith("<"):
+            continue
+        alone = _core.Rules(f"{pattern}=fp16;*=fp32")
+        if not any(str(alone.codec_for(name, 2, 1)) == "fp16" for name in names):
+            raise UsageError(
+                f"the rule '{rule.strip()}' matches no {what} of this model; they are {_some(names)}", field=field
+            )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

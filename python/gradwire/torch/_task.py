@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A coder for some tensors of the model, with its buffers and, on a GPU, its stream: what a BucketTask needs to encode
+and decode.
+
+On the CPU, and on a GPU with NCCL, messages are written where the process group reads them. On a GPU with any other
+backend they pass through page-locked host memory, in the threads of the transport. Buffers grow and are kept: steps
+follow each other, so the buffers of a bucket are free when the same bucket comes again.
+"""
+
+import contextlib
+import time
+from typing import ContextManager, Iterator
+
+import torch
+
+from .. import _core
+from ._transport import Exchange, Transport
+
+
+class Times:
+    """Seconds per activity. Each entry is written by one thread only: encode by `up` and `down`, decode by `down` and
+    `end`."""
+
+    def __init__(self) -> None:
+        self.spent: dict[tuple[str, str], float] = {}
+
+    @contextlib.contextmanager
+    def measure(self, kind: str, phase: str, wall: bool) -> Iterator[None]:
+        clock = time.perf_counter if wall else time.thread_time
+        begin = clock()
+        yield
+        self.add(kind, phase, clock() - begin)
+
+    def add(self, kind: str, phase: str, seconds: float) -> None:
+        self.spent[kind, phase] = self.spent.get((kind, phase), 0.0) + seconds
+
+    def total(self, kind: str) -> float:
+        return sum(seconds for (name, _), seconds in list(self.spent.items()) if name == kind)
+
+
+class Buffers:
+    """uint8 tensors by name, each as large as the largest request so far."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.device, bool], torch.Tensor] = {}
+
+    def get(self, name: str, size: int, device: torch.device, pinned: bool = False) -> torch.Tensor:
+        key = (name, device, pinned)
+        if key not in self._buffers or self._buffers[key].numel() < size:
+            self._buffers[key] = torch.empty(max(size, 16), dtype=torch.uint8, device=device, pin_memory=pinned)
+        return self._buffers[key][:size]
+
+
+def core_device(device: torch.device, stream: "torch.cuda.Stream | None", threads: int) -> "_core.Device":
+    if device.type == "cpu":
+        return _core.Device("cpu", threads=threads)
+    assert stream is not None
+    return _core.Device("cuda", index=device.index or 0, stream=stream.cuda_stream)
+
+
+class CodingTask:
+    """The part of a BucketTask that does not know DDP. `chunk` of `chunks` says which part of a single large tensor it
+    codes."""
+
+    def __init__(
+        self, model: "_core.RelayModel", tensors: list[int], transport: Transport, device: torch.device, threads: int,
+        times: Times, chunk: int = 0, chunks: int = 1,
+    ) -> None:  # fmt: skip
+        self.transport, self.device, self.times = transport, device, times
+        self.tensors = tensors
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._make = lambda: _core.Relay(model, tensors, core_device(device, self.stream, threads), chunk, chunks)
+        self._coder: "_core.Relay | None" = None
+        self.buffers = Buffers()
+        self.through_host = device.type == "cuda" and not transport.on_streams
+        self.sent = 0  # bytes to other ranks, in the last step
+
+    @property
+    def coder(self) -> "_core.Relay":
+        """It is made when it is first used, in the thread that begins steps, because it reads the codecs of the open
+        step."""
+        if self._coder is None:
+            self._coder = self._make()
+        return self._coder
+
+    def on_stream(self) -> ContextManager[object]:
+        return torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
+
+    def wait_for(self, stream: "torch.cuda.Stream | None") -> None:
+        if self.stream is not None and stream is not None:
+            self.stream.wait_stream(stream)
+
+    def precede(self, stream: "torch.cuda.Stream") -> None:
+        if self.stream is not None:
+            stream.wait_stream(self.stream)
+
+    def measure(self, kind: str, phase: str) -> ContextManager[None]:
+        return self.times.measure(kind, phase, wall=self.device.type == "cuda")
+
+    def waited(self, phase: str, seconds: float) -> None:
+        self.times.add("wait", phase, seconds)
+
+    def exchange(self, name: str, send: torch.Tensor, send_slots: list[int], recv_slots: list[int]) -> Exchange:
+        """`send` and room for the answer, both in the memory that the transport uses."""
+        if self.through_host:
+            host = self.buffers.get(name + " send", send.numel(), torch.device("cpu"), pinned=True)
+            host.copy_(send, non_blocking=True)
+            self._synchronize()
+            send = host
+        recv = self.buffers.get(name + " recv", sum(recv_slots), self.transport.device, pinned=self.through_host)
+        copies = self.transport.world - 1 if len(send_slots) == 1 else 1
+        self.sent += copies * send.numel() - (send_slots[self.transport.rank] if len(send_slots) > 1 else 0)
+        return Exchange(send, send_slots, recv, recv_slots)
+
+    def to_device(self, name: str, received: torch.Tensor) -> torch.Tensor:
+        if not self.through_host:
+            return received
+        here = self.buffers.get(name + " device", received.numel(), self.device)
+        here.copy_(received, non_blocking=True)
+        return here
+
+    def _synchronize(self) -> None:
+        """Gloo reads host memory at once, so the copy must be complete. It is a thread of the transport that waits."""
+        assert self.stream is not None
+        event = torch.cuda.Event(blocking=True)
+        event.record(self.stream)
+        event.synchronize()
+
+    # Encoding, with the buffers that it needs: (what is sent, its slots, the slots that are received).
+
+    def encode_up(self, tensors: list[int]) -> tuple[torch.Tensor, list[int], list[int]]:
+        slots = self.coder.up_send
+        send = self.buffers.get("up", sum(slots), self.device)
+        self.coder.encode_up(tensors, send.data_ptr(), send.numel())
+        return send, slots, self.coder.up_recv
+
+    def encode_down(self, values: list[int]) -> tuple[torch.Tensor, list[int], list[int]]:
+        """This rank's message once; where the ranks' messages differ in size, once for every rank, because torch's
+        all-gather needs equal sizes and the all-to-all does not."""
+        world, rank = self.transport.world, self.transport.rank
+        slots = self.coder.down_recv
+        if len(set(slots)) == 1:
+            send = self.buffers.get("down", slots[rank], self.device)
+            self.coder.encode_down(send.data_ptr(), send.numel(), values)
+            return send, slots[rank : rank + 1], slots
+        send = self.buffers.get("down", world * slots[rank], self.device)
+        rows = send.view(world, slots[rank])
+        self.coder.encode_down(rows[rank].data_ptr(), slots[rank], values)
+        if slots[rank]:
+            rows[:rank].copy_(rows[rank].expand(rank, -1))
+            rows[rank + 1 :].copy_(rows[rank].expand(world - rank - 1, -1))
+        return send, [slots[rank]] * world, slots

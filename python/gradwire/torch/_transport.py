@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How encoded buckets travel between ranks: as uint8 tensors, over torch.distributed process groups of our own.
+
+All ranks must start the same operations on a process group in the same order. DDP hands over its buckets in the same
+order on every rank, so each phase of an all-reduce has one thread and one process group, and every thread takes the
+buckets in the order in which they were submitted:
+
+    thread "up"      encodes a bucket and starts the all-to-all on the group `up`
+    thread "down"    waits for it, reduces, encodes the result and starts the second exchange on the group `down`
+    thread "end"     waits for it, decodes, and completes the bucket's future; statistics for codecs that learn use
+    `end`
+
+If the second exchange were started from a completion callback instead, its order would differ between ranks, and they
+would deadlock. For the same reason all hooks on one process group share one transport. With NCCL no thread is needed:
+all work is enqueued on CUDA streams, on one group, in the order of the calls.
+
+A failure on one rank stays with its transport: every later bucket fails at once with the same message. The other ranks
+learn of it from the process group, when its time-out has passed or when the connection is closed.
+"""
+
+import atexit
+import queue
+import sys
+import threading
+import time
+import types
+import uuid
+import weakref
+from datetime import timedelta
+from typing import Any, Callable, ContextManager, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from .._errors import EngineError
+
+
+class BucketTask(Protocol):
+    """One all-reduce under way. The transport calls the phases in this order, each with what the previous exchange
+    received."""
+
+    def on_stream(self) -> ContextManager[object]: ...
+    def start(self) -> "Exchange": ...
+    def reduce(self, received: torch.Tensor) -> "Exchange | None": ...  # None: there is no second exchange
+    def finish(self, received: torch.Tensor | None) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+    def waited(self, phase: str, seconds: float) -> None: ...
+
+
+class Exchange:
+    """The buffers of one collective: what is sent, with a slot for every rank, and room for what is received. If there
+    is only one slot to send, every rank receives it (an all-gather); otherwise slot p goes to rank p (an
+    all-to-all)."""
+
+    def __init__(self, send: torch.Tensor, send_slots: list[int], recv: torch.Tensor, recv_slots: list[int]) -> None:
+        self.send, self.send_slots, self.recv, self.recv_slots = send, send_slots, recv, recv_slots
+
+    def begin(self, group: Any) -> "dist.Work":
+        if len(self.send_slots) < len(self.recv_slots):
+            return group._allgather_base(self.recv, self.send)  # type: ignore[no-any-return]
+        return group.alltoall_base(  # type: ignore[no-any-return]
+            self.recv, self.send, self.recv_slots, self.send_slots
+        )
+
+
+_Queue = queue.SimpleQueue[Callable[[], None] | None]
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The time-out of the user's own group, or None (torch's default) where torch does not tell."""
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _runs_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """NCCL moves GPU memory itself. Every other backend moves host memory."""
+    return device.type == "cuda" and "nccl" in dist.get_backend(group)
+
+
+class Transport:
+    """One per process group and kind of device. `acquire` finds or makes it; the last `release` closes it."""
+
+    _shared: list["Transport"] = []  # those that a new hook may share
+    _every: "weakref.WeakSet[Transport]" = weakref.WeakSet()  # those that must end before the interpreter does
+    _lock = threading.RLock()  # a hook may be freed, and its transport released, in the middle of anything
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None, name: str) -> None:
+        self.group, self.name = group, name
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.on_streams = _runs_on_streams(group, device)
+        self.device = device if self.on_streams else torch.device("cpu")
+        self.failure: BaseException | None = None
+        self._users = 0
+        self._closed = False
+        # Tasks under way. A task that is complete may be submitted again before it is taken off this list.
+        self._pending: list[BucketTask] = []
+        self._threads: list[threading.Thread] = []
+        self._queues: list[_Queue] = []
+        timeout = timeout or _timeout_of(group, self.device) or default_pg_timeout
+        phases = ["up"] if self.on_streams else ["up", "down", "end"]
+        groups = [self._own_group(f"gradwire/{name}/{phase}", timeout) for phase in phases]
+        self.up, self.down, self.end = groups[0], groups[-1 if self.on_streams else 1], groups[-1]
+        for phase in [] if self.on_streams else phases:
+            tasks: _Queue = queue.SimpleQueue()
+            thread = threading.Thread(target=self._work, args=(tasks,), name=f"gradwire {phase}", daemon=True)
+            thread.start()
+            self._queues.append(tasks)
+            self._threads.append(thread)
+        Transport._every.add(self)
+
+    def _own_group(self, name: str, timeout: timedelta) -> Any:
+        """A backend by itself, which torch's list of groups does not contain: making a listed group would involve ranks
+        that are not members of the user's group."""
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+        if not self.on_streams:
+            return dist.ProcessGroupGloo(store, self.rank, self.world, timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, self.rank, self.world, options)
+
+    # The life of a transport.
+
+    @classmethod
+    def acquire(cls, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> "Transport":
+        """A transport for one more hook. Collective.
+
+        Garbage is collected at other times on other ranks, so one rank may still have a transport that another rank has
+        closed. A transport is shared only if all ranks name the same one.
+        """
+        with cls._lock:
+            for stale in [t for t in cls._shared if t.failure is not None or not _exists(t.group)]:
+                stale.close()
+            usable = [t for t in cls._shared if t.group is group and t.on_streams == _runs_on_streams(group, device)]
+            mine = usable[-1] if usable and timeout is None else None
+            if mine is not None:
+                mine._users += 1  # so that it is not closed while the ranks compare
+        proposal = uuid.uuid4().hex
+        names: list[tuple[str, str]] = [("", "")] * dist.get_world_size(group)
+        dist.all_gather_object(names, (mine.name if mine else "", proposal), group=group)
+        if mine is not None and all(name == mine.name for name, _ in names):
+            return mine
+        if mine is not None:
+            mine.release()
+        made = cls(group, device, timeout, names[0][1])
+        made._users = 1
+        if timeout is None:
+            cls._shared.append(made)
+        return made
+
+    def release(self) -> None:
+        """One hook fewer uses this transport. The last one closes it. Not collective, and allowed in any thread."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self.close()
+
+    def close(self) -> None:
+        """Ends the threads, once they have done what was submitted. The process groups are freed with the transport."""
+        with self._lock:
+            self._closed = True
+            if self in Transport._shared:
+                Transport._shared.remove(self)
+            for tasks in self._queues:
+                tasks.put(None)
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Runs before the interpreter ends, because neither our threads nor those of Gloo may outlive it. A backward
+        pass that still waits for a bucket gets an error instead of waiting forever."""
+        for transport in list(cls._every):
+            if transport._pending:
+                transport.failure = transport.failure or EngineError(
+                    "the interpreter is shutting down", field="transport"
+                )
+                for task in transport._pending[:]:
+                    task.fail(transport.failure)
+                _leave_backward()
+            transport.close()
+            for thread in transport._threads:
+                thread.join(1.0)
+
+    @staticmethod
+    def _work(tasks: "_Queue") -> None:
+        while (task := tasks.get()) is not None:
+            task()
+            del task  # it would keep the last bucket, and a whole model with it, alive until the next one comes
+
+    # The way of one bucket.
+
+    def submit(self, task: BucketTask) -> None:
+        """Returns at once; with NCCL, when everything is enqueued. The task is told how it ended."""
+        if self._closed:
+            raise EngineError(
+                "the process group of this hook was destroyed, or the hook was removed", field="transport"
+            )
+        self._pending.append(task)
+        if self.on_streams:
+            self._enqueue(task)
+        else:
+            self._queues[0].put(lambda: self._up(task))
+
+    def _enqueue(self, task: BucketTask) -> None:
+        try:
+            self.check()
+            # NCCL's work is ordered after this stream, and this stream after NCCL's; the host does not wait.
+            with task.on_stream():
+                first = task.start()
+                first.begin(self.up).wait()
+                second = task.reduce(first.recv)
+                if second is not None:
+                    second.begin(self.down).wait()
+                task.finish(second.recv if second is not None else None)
+            self._pending.remove(task)
+        except BaseException as error:
+            self._fail(task, error)
+
+    def _up(self, task: BucketTask) -> None:
+        try:
+            self.check()
+            first = task.start()
+            work = first.begin(self.up)
+        except BaseException as error:
+            self._fail(task, error)
+        else:
+            self._queues[1].put(lambda: self._down(task, first, work))
+
+    def _down(self, task: BucketTask, first: Exchange, work: "dist.Work") -> None:
+        try:
+            self.check()
+            self._wait(work, task, "down")
+            second = task.reduce(first.recv)
+            work = second.begin(self.down) if second is not None else work
+        except BaseException as error:
+            self._fail(task, error)
+        else:
+            self._queues[2].put(lambda: self._end(task, second, work))
+
+    def _end(self, task: BucketTask, second: Exchange | None, work: "dist.Work") -> None:
+        try:
+            self.check()
+            if second is not None:
+                self._wait(work, task, "end")
+            task.finish(second.recv if second is not None else None)
+            self._pending.remove(task)
+        except BaseException as error:
+            self._fail(task, error)
+
+    @staticmethod
+    def _wait(work: "dist.Work", task: BucketTask, phase: str) -> None:
+        begin = time.perf_counter()
+        work.wait()
+        task.waited(phase, time.perf_counter() - begin)
+
+    def _fail(self, task: BucketTask, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = error
+        self._pending.remove(task)
+        task.fail(error)
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise EngineError(
+                f"an earlier bucket failed, and this process group with it: {self.failure}", field="transport"
+            )
+
+    # Small collectives of a hook.
+
+    def gather_bytes(self, mine: bytes) -> bytes:
+        """The bytes of all ranks, one after the other; all ranks give equally many. Only `finish` may call this,
+        because it uses the group `end`."""
+        own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+        every = torch.empty(self.world * own.numel(), dtype=torch.uint8, device=self.device)
+        self.end._allgather_base(every, own).wait()
+        return bytes(every.cpu().numpy())
+
+    def any_rank(self, flags: torch.Tensor) -> list[int]:
+        """uint8 flags: 1 where any rank has 1. Only `start` may call this, because it uses the group `up`."""
+        flags = flags.to(self.device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        self.up.allreduce([flags], options).wait()
+        return [int(flag) for flag in flags.tolist()]
+
+
+atexit.register(Transport.close_all)
+
+
+def _leave_backward() -> None:
+    """Waits, for at most ten seconds, until no other thread is in a backward pass. A thread that needs the interpreter after
+    it has ended would hang with DDP's locks held, and the destructor of DDP with it."""
+
+    def is_in_backward(frame: types.FrameType | None) -> bool:
+        while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+            frame = frame.f_back
+        return frame is not None
+
+    deadline = time.monotonic() + 10
+    mine = threading.get_ident()
+    while any(is_in_backward(frame) for thread, frame in sys._current_frames().items() if thread != mine):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
+
+
+def _exists(group: dist.ProcessGroup) -> bool:
+    """Whether torch still knows the group: a user may destroy all groups and initialize them again."""
+    try:
+        return dist.is_initialized() and dist.get_world_size(group) > 0
+    except (ValueError, RuntimeError, KeyError):
+        return False

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// casq's passes over a tile, compiled once per vector target and once as the reference loop.
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "codec/casq/kernels.h"
+#include "codec/casq/layout.h"
+#include "codec/target_table.h"
+#include "device/lane.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "codec/casq/cpu_kernels.cc"
+#include "codec/targets.h"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+
+#if HWY_TARGET != HWY_SCALAR && HWY_TARGET != HWY_EMU128
+HWY_BEFORE_NAMESPACE();
+namespace gradwire {
+namespace HWY_NAMESPACE {
+namespace {
+
+namespace hn = hwy::HWY_NAMESPACE;
+#undef GW_BODY
+#define GW_BODY HWY_INLINE
+// Each of these needs the ones before it.
+// clang-format off
+#include "device/hwy_lane-inl.h"
+#include "device/cpu_load-inl.h"
+#include "codec/casq/lanes-inl.h"
+// clang-format on
+
+}  // namespace
+
+CasqKernels make_casq_kernels() { return CasqLanes<VectorLane>::kernels(hwy::TargetName(HWY_TARGET)); }
+
+}  // namespace HWY_NAMESPACE
+}  // namespace gradwire
+HWY_AFTER_NAMESPACE();
+#endif
+
+#if HWY_ONCE
+namespace gradwire {
+namespace {
+
+#undef GW_BODY
+#define GW_BODY inline
+// Each of these needs the ones before it.
+// clang-format off
+#include "device/cpu_load-inl.h"
+#include "codec/casq/lanes-inl.h"
+// clang-format on
+
+}  // namespace
+
+const CasqKernels& casq_kernels(const Kernels& kernels) {
+  static const std::vector<CasqKernels> all = [] {
+    std::vector<CasqKernels> tables{CasqLanes<ScalarLane>::kernels("scalar")};
+    const int64_t usable = hwy::SupportedTargets();
+    (void)usable;
+#define GW_TARGET(bit, space) \
+  if (usable & (bit)) tables.push_back(space::make_casq_kernels());
+#include "codec/each_target-inl.h"
+    return tables;
+  }();
+  return table_of_target(all, kernels);
+}
+
+}  // namespace gradwire
+#endif  // HWY_ONCE

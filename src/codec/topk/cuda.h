@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+// The codec `topk` on a GPU.
+#pragma once
+
+#include "codec/cuda_unit.h"
+
+namespace gradwire {
+
+extern const CudaUnitOps kTopkCudaUnits;
+
+}  // namespace gradwire

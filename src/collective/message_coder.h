@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// One message of a reduction: its plan, the runner that encodes and decodes it, and the residuals of the open step.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "collective/host_staging.h"
+#include "gradwire/collective.h"
+#include "gradwire/merge.h"
+
+namespace gradwire {
+
+// The step that is encoded, and the residuals that take part in it.
+struct StepContext {
+  uint64_t step;
+  ErrorFeedback* feedback;  // may be null
+  float loss_scale;
+  std::span<const uint8_t> idle =
+      {};  // per tensor of the job, or empty; an idle tensor keeps its residual in this step
+};
+
+class MessageCoder {
+ public:
+  MessageCoder(std::vector<TensorSpec> specs, const Device& device);
+  size_t message_bytes() const { return plan_.message_bytes(); }
+  // The same tensors with other codecs. This may also come between begin() and encode().
+  void recode(std::vector<TensorSpec> specs);
+  void begin(const StepContext& context, Direction direction, float scale, std::span<const Shard> shards);
+
+  // `observe`, where given, sees what was encoded. With `ahead` the residuals stay as they are for a second encoding of
+  // the same step, and the message is not sent. On a GPU both calls only enqueue.
+  using Observe =
+      std::function<void(Runner&, std::span<const void* const> tensors, const Residuals*, ConstBytes message)>;
+  void encode(std::span<const void* const> shards, const Stamp& stamp, Bytes message, HostStaging& staging,
+              const Observe& observe = {}, bool ahead = false);
+  void decode(ConstBytes message, std::span<void* const> shards, Write write, const Stamp& expected,
+              HostStaging& staging);
+  void wait() { runner_->wait(); }  // throws what decoding found
+  void poll() { runner_->poll(); }  // the same for what has been found so far, without waiting
+
+  const Plan& plan() const { return plan_; }
+
+ private:
+  Device device_;
+  Plan plan_;
+  std::unique_ptr<Runner> runner_;
+  std::unique_ptr<ErrorFeedback::Pointers> residuals_;
+};
+
+}  // namespace gradwire

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/admission.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <random>
+#include <utility>
+
+#include "gradwire/error.h"
+#include "io/safetensors.h"
+
+namespace gradwire::server {
+namespace {
+
+constexpr size_t kMaxWorkerName = 128;
+
+uint64_t random_number() {
+  std::random_device random;
+  return (uint64_t{random()} << 32 | random()) >> 1;
+}
+
+std::string text_field(const nlohmann::json& text, const char* field, size_t least, size_t most) {
+  const auto found = text.find(field);
+  if (found == text.end() || !found->is_string())
+    throw Error(ErrorKind::frame, fmt::format("bad hello: {} is not a text", field), field);
+  const std::string value = found->get<std::string>();
+  if (value.size() < least || value.size() > most)
+    throw Error(ErrorKind::frame,
+                fmt::format("bad hello: {} has {} bytes; allowed are {} to {}", field, value.size(), least, most),
+                field);
+  return value;
+}
+
+}  // namespace
+
+Admission::Admission(HubContext& context, Membership& membership, Status& status, Saving& saving)
+    : context_(context), membership_(membership), status_(status), saving_(saving), run_(random_number()) {}
+
+bool Admission::hello(const std::shared_ptr<Session>& session, const nlohmann::json& text) {
+  const std::string id = text_field(text, "id", 8, 64), name = text_field(text, "name", 0, kMaxWorkerName);
+  const auto found = text.find("signature");
+  if (found == text.end()) throw Error(ErrorKind::frame, "bad hello: there is no signature", "signature");
+  const Signature signature = Signature::parse(*found);
+
+  std::unique_lock lock(context_.mutex);
+  const auto refuse = [&](Refusal why, const std::string& words) {
+    session->refuse(why, words);
+    return false;
+  };
+  if (context_.stopping) return refuse(Refusal::stopping, "the server is stopping");
+  if (membership_.find(session.get())) throw Error(ErrorKind::frame, "bad hello: this is the second one", "kind");
+  if (const std::string reason = reason_against(signature); !reason.empty()) {
+    status_.count_refusal("signature");
+    return refuse(Refusal::signature, "this worker trains something else: " + reason);
+  }
+  const uint32_t most = context_.options.max_workers;
+  const bool returns = membership_.find(id) != nullptr;
+  if (!returns && membership_.present() >= most) {
+    status_.count_refusal("full");
+    return refuse(Refusal::full, fmt::format("the server is full: it takes {} workers (--max-workers)", most));
+  }
+  WorkerRecord& worker = membership_.connect(id, name, session, context_.model->layouts.size());
+  if (context_.model->whole()) {
+    welcome(worker, false);
+  } else if (!initialiser_ || *initialiser_ == worker.slot) {
+    initialiser_ = worker.slot;
+    welcome(worker, true);
+  } else if (std::find(waiting_.begin(), waiting_.end(), worker.slot) == waiting_.end()) {
+    waiting_.push_back(worker.slot);
+  }
+  nlohmann::json event = worker.label();
+  event["slot"] = worker.slot;
+  event["peer"] = session->peer();
+  event["present"] = membership_.present();
+  lock.unlock();
+  context_.log(returns ? "back" : "joined", std::move(event));
+  return true;
+}
+
+std::string Admission::reason_against(const Signature& signature) {
+  try {
+    check_limits(signature, context_.options.limits);
+    if (context_.model) return context_.model->signature.difference(signature);
+    adopt(signature);
+    return {};
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+// The first worker says what is trained; a file may have the weights.
+void Admission::adopt(const Signature& signature) {
+  if (signature.sends_updates && context_.options.async)
+    throw Error(ErrorKind::usage, "updates down need steps: this server has none (--mode async); send weights", "mode");
+  if (signature.pools && context_.options.async)
+    throw Error(ErrorKind::usage, "shared moments need steps: this server has none (--mode async)", "mode");
+  auto model = std::make_shared<ServerModel>(signature, context_.options.shard_elements);
+  if (!context_.options.init.empty()) read_init(*model);
+  context_.model = std::move(model);
+}
+
+void Admission::read_init(ServerModel& model) const {
+  const std::string& path = context_.options.init;
+  const SafetensorsFile file(path);
+  const std::vector<StoredTensor>& all = file.tensors();
+  std::vector<std::vector<float>> values;
+  for (const Variable& one : model.signature.parameters) {
+    const auto found = std::find_if(all.begin(), all.end(), [&](const StoredTensor& t) { return t.name == one.name; });
+    if (found == all.end()) throw Error(ErrorKind::usage, fmt::format("{} has no tensor '{}'", path, one.name), "init");
+    if (found->shape != one.shape)
+      throw Error(ErrorKind::usage, fmt::format("'{}' has another shape in {}", one.name, path), "init");
+    values.push_back(file.read_f32(*found));
+  }
+  const std::vector<std::span<const float>> spans(values.begin(), values.end());
+  // No other thread knows this model yet, so its shards can be set here and not on their strands.
+  for (size_t p = 0; p < model.weight_shards(); ++p) {
+    model.queues[p].shard->set(model.layouts[p].gather(spans));
+    model.ready[p] = 1;
+  }
+}
+
+void Admission::welcome(const WorkerRecord& worker, bool initial) {
+  const std::shared_ptr<ServerModel> model = context_.model;
+  nlohmann::json text = {{"run", run_},
+                         {"slot", worker.slot},
+                         {"initial", initial},
+                         {"durable", context_.options.checkpoint.empty() ? model->versions : model->durable},
+                         // In asynchronous mode versions count updates, and workers count steps of their own: a
+                         // newcomer begins at the step of the worker that has made most.
+                         {"steps", membership_.most_steps(model->weight_shards())},
+                         {"part_elements", context_.options.shard_elements},
+                         {"async", context_.options.async}};
+  // Only the shards know what of this worker's was applied. Each adds its numbers, and the last one sends the answer,
+  // which is therefore consistent with every frame that a strand handles after it.
+  struct Gathered {
+    std::mutex mutex;
+    nlohmann::json text;
+    std::vector<uint64_t> sequence, versions;
+    size_t missing;
+  };
+  auto gathered = std::make_shared<Gathered>();
+  gathered->text = std::move(text);
+  gathered->sequence.resize(model->layouts.size());
+  gathered->versions.resize(model->layouts.size());
+  gathered->missing = model->layouts.size();
+  for (uint32_t p = 0; p < model->layouts.size(); ++p)
+    context_.post(p, [model, session = worker.session, gathered, p, slot = worker.slot, buffers = model->buffers] {
+      const ServerShard& shard = *model->queues[p].shard;
+      const auto progress = shard.progress().find(slot);
+      const std::lock_guard lock(gathered->mutex);
+      gathered->sequence[p] = progress == shard.progress().end() ? 0 : progress->second.sequence;
+      gathered->versions[p] = shard.version();
+      if (--gathered->missing > 0) return;
+      gathered->text["sequence"] = gathered->sequence;
+      gathered->text["versions"] = gathered->versions;
+      session->send({.kind = FrameKind::welcome}, text_blob(gathered->text));
+      if (buffers) session->send({.kind = FrameKind::buffers}, buffers);
+    });
+}
+
+void Admission::set_initial(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame,
+                            const Blob& payload, std::function<void()> done) {
+  std::shared_ptr<ServerModel> model;
+  {
+    const std::lock_guard lock(context_.mutex);
+    model = context_.model;
+    if (!model || !initialiser_ || *initialiser_ != slot)
+      throw Error(ErrorKind::frame, "bad frame: this worker was not asked for first weights", "kind");
+    if (frame.shard >= model->weight_shards())
+      throw Error(ErrorKind::frame, "bad frame: this shard is not of weights", "shard");
+  }
+  context_.post(frame.shard, [this, model, session, slot, frame, payload, done = std::move(done)] {
+    // The worker may have vanished while this waited in the strand, and another one may be bringing the weights now.
+    const auto still_asked = [&] { return model == context_.model && initialiser_ && *initialiser_ == slot; };
+    {
+      const std::lock_guard lock(context_.mutex);
+      if (!still_asked()) return done();
+    }
+    try {
+      model->queues[frame.shard].shard->set(*payload);
+    } catch (const Error& error) {
+      {
+        const std::lock_guard lock(context_.mutex);
+        status_.count_refusal("corrupt");
+      }
+      session->refuse(Refusal::malformed, error.what());
+      return done();
+    }
+    {
+      const std::lock_guard lock(context_.mutex);
+      if (still_asked()) {
+        model->ready[frame.shard] = 1;
+        if (model->whole()) all_ready();
+      }
+    }
+    done();
+  });
+}
+
+void Admission::all_ready() {
+  initialiser_.reset();
+  for (uint32_t slot : std::exchange(waiting_, {}))
+    if (const WorkerRecord* worker = membership_.find(slot); worker && worker->session) welcome(*worker, false);
+  saving_.request();  // from here on, a server that is killed has something to go on from
+}
+
+bool Admission::gone(uint32_t slot) {
+  std::erase(waiting_, slot);
+  if (!initialiser_ || *initialiser_ != slot) return true;
+  initialiser_.reset();
+  ServerModel& model = *context_.model;
+  while (!waiting_.empty()) {
+    const WorkerRecord* next = membership_.find(waiting_.front());
+    waiting_.erase(waiting_.begin());
+    if (!next || !next->session) continue;
+    // What the one before has sent does not count: a mixture of two initialisations is none.
+    std::fill_n(model.ready.begin(), model.weight_shards(), 0);
+    initialiser_ = next->slot;
+    welcome(*next, true);
+    return true;
+  }
+  context_.model = nullptr;
+  membership_.clear();
+  return false;
+}
+
+}  // namespace gradwire::server

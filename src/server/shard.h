@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// One shard of the weights at the server, and everything that is done to it. A shard knows steps, updates and
+// arithmetic; it knows nothing of connections, threads or clocks: its owner calls it from one thread at a time.
+//
+// Quantized Adam (arXiv 2004.14180): the server keeps x in full precision, subtracts the mean of the workers' quantised
+// updates from it, and sends it down quantised. With sends_updates (the authors' Efficient-Adam) what goes down is the
+// quantised change; the server keeps the residual of that quantisation, and x is the sum of what was sent: exactly what
+// every worker holds.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "gradwire/runner.h"
+#include "server/frame.h"
+#include "server/signature.h"
+
+namespace gradwire::server {
+
+// What a shard knows about a worker.
+struct WorkerProgress {
+  uint64_t sequence = 0;  // of the last update that was applied
+  Tally tally;            // as of that update
+};
+
+// The slot under which the tallies of all workers are summed that the server does not remember any more.
+inline constexpr uint32_t kForgotten = ~0u;
+
+// A shard as a checkpoint has it.
+struct ShardSnapshot {
+  uint64_t version = 0;
+  double applied = 0;  // the signed sum of all updates that were applied
+  std::vector<float> weights, residual;
+  std::map<uint32_t, WorkerProgress> progress;  // by slot
+};
+
+class ServerShard {
+ public:
+  ServerShard(const Signature& signature, const ShardLayout& layout);
+
+  bool ready() const { return ready_; }        // it has weights
+  void set(std::span<const std::byte> whole);  // the first ones; Error{frame}
+  void set(std::span<const float> values);
+  uint64_t version() const { return version_; }  // the step that the weights are for
+  ShardRole role() const { return layout_.role; }
+  uint64_t elements() const { return elements_; }
+
+  // Takes an update of the current step and keeps it until close(): UpdateStatus::none. Any other status is final. The
+  // rounds of a pool do not build on each other: an update for a later round, which comes after the server was
+  // restarted, makes that round the current one. Pending updates go along, except those that a worker has sent again
+  // for a round that is over by this.
+  UpdateStatus submit(uint32_t slot, const Frame& frame, Blob message);
+  bool has_applied(uint32_t slot, uint64_t sequence) const;  // this update, or a later one
+  bool has_pending(uint32_t slot) const { return pending_.contains(slot); }
+  size_t pending() const { return pending_.size(); }
+  void forget(uint32_t slot);  // its tally goes to kForgotten
+
+  // Ends the step: the pending updates are added in the order of slots, and their mean is subtracted from the weights.
+  // Updates that turn out to be unreadable or not finite are left out, and named.
+  struct ClosedStep {
+    std::vector<std::pair<uint32_t, UpdateStatus>> updates;  // by slot
+    uint32_t contributors = 0;
+  };
+  ClosedStep close();
+  // Asynchronous mode: applies one update at once, with the weight of one of `workers`.
+  UpdateStatus apply(uint32_t slot, const Frame& frame, const Blob& message, uint32_t workers);
+  // Applies the residual of a worker that leaves, with the weight of one of `workers`. It is in the weights at once,
+  // but workers see it from the next step on.
+  UpdateStatus absorb_residual(uint32_t slot, const Frame& frame, const Blob& message, uint32_t workers);
+
+  // What is sent to a worker that holds the weights of step `held`. Sets flags of `frame`.
+  Blob message_for(uint64_t held, Frame& frame);
+  uint32_t contributors() const { return contributors_; }
+
+  std::span<const float> weights() const { return weights_; }
+  const std::map<uint32_t, WorkerProgress>& progress() const { return progress_; }
+  double applied() const { return applied_; }
+  ShardSnapshot snapshot() const;
+  void restore(ShardSnapshot snapshot);  // Error{frame} if it does not fit
+  uint64_t bytes() const;                // of memory
+
+ private:
+  struct MessageReader {
+    std::vector<Codec> codecs;
+    std::unique_ptr<Plan> plan;
+    std::unique_ptr<Runner> runner;
+  };
+  struct PendingUpdate {
+    uint64_t sequence;
+    Tally tally;
+    Blob message;
+    bool resent;  // of a pool: by a worker that has its answer, for others that do not
+  };
+
+  MessageReader& reader_for(std::span<const std::byte> message);
+  void decode(const Blob& message, std::vector<float>& to, Write write);
+  std::vector<void*> pointers(std::vector<float>& values) const;
+  double signed_sum_of(const std::vector<float>& values) const;
+  bool subtract_mean(uint32_t divisor);
+  void sum_pending();
+  void drop_unusable(std::vector<std::pair<uint32_t, UpdateStatus>>& dropped);
+  const Blob& encoded(Blob& kept, Runner& runner);
+  void begin_version();
+
+  ShardLayout layout_;
+  bool sends_updates_;
+  uint64_t seed_, elements_;
+  std::vector<uint64_t> name_hashes_;
+  std::vector<TensorSpec> up_;
+  Plan down_plan_, whole_plan_;
+  std::unique_ptr<Runner> down_runner_, whole_runner_;
+  std::vector<MessageReader> readers_;  // a few, the newest first: codecs that learn change their tables now and then
+
+  bool ready_ = false;
+  uint64_t version_ = 0;
+  uint32_t contributors_ = 0;
+  double applied_ = 0;
+  std::vector<float> weights_, sum_, residual_, next_residual_;
+  std::map<uint32_t, WorkerProgress> progress_;  // by slot
+  std::map<uint32_t, PendingUpdate> pending_;    // by slot
+  // The messages of this version. Weights are encoded when the first worker asks for them; a change is encoded when its
+  // step closes, because it is part of the arithmetic.
+  Blob down_, change_, whole_;
+};
+
+}  // namespace gradwire::server
