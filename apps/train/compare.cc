@@ -17,6 +17,7 @@
 #include "gradwire/rules.h"
 #include "report/report.h"
 #include "report/report_run.h"
+#include "train/console_reporter.h"
 #include "train/run.h"
 #include "train/training.h"
 
@@ -123,12 +124,12 @@ void compare(const CompareOptions& options, Engine* engine) {
     places.checkpoint = folder + "/checkpoint";
     places.resume = true;
     if (leads) make_folder(folder);
-    Narrator narrator(options.training.json);
-    narrator.prefix(fmt::format("run {}/{}: ", i + 1, list.size()));
+    ConsoleReporter reporter(options.training.json);
+    reporter.prefix(fmt::format("run {}/{}: ", i + 1, list.size()));
     if (leads && !options.training.json)
       print(fmt::format("{}run {} of {}, seed {}: ", i > 0 ? "\n" : "", i + 1, list.size(), settings.seed));
     train::Listener listener;
-    if (leads) listener = [&](const nlohmann::json& event) { narrator.listen(event); };
+    if (leads) listener = [&](const nlohmann::json& event) { reporter.listen(event); };
     nlohmann::json record = train::run({task, settings, places, listener, stop}, engine);
     auto finished = static_cast<std::byte>(leads && record["finished"].get<bool>());
     if (engine) engine->broadcast({&finished, 1}, 0).wait();
@@ -156,24 +157,25 @@ void compare(const CompareOptions& options, Engine* engine) {
 }  // namespace
 
 void add_compare(CLI::App& app, Action& action) {
-  CLI::App* command = app.add_subcommand("compare", "Train with several codecs and seeds; write a report");
+  CLI::App* command =
+      app.add_subcommand("compare", "Repeat a training with several codecs and seeds and write a report");
   auto options = std::make_shared<CompareOptions>();
   command
       ->add_option("--out", options->out,
-                   "Directory for runs, results.csv and report.html; what is finished there is not repeated")
+                   "Directory for the runs, results.csv and report.html; runs that are finished there are not repeated")
       ->type_name("DIR")
       ->required();
   add_codec(*command, options->codecs, "Codec; may be given several times");
-  command->add_option("--collective", options->collectives, "gather or scatter, or both, given twice")
+  command->add_option("--collective", options->collectives, "gather or scatter; may be given twice, to compare both")
       ->type_name("gather|scatter")
       ->allow_extra_args(false)
       ->check(CLI::IsMember({"gather", "scatter"}))
       ->capture_default_str();
-  add_whole(*command, "--seeds", options->seeds, 1, 1000, "Seeds, from --seed on");
+  add_whole(*command, "--seeds", options->seeds, 1, 1000, "Number of seeds, counted from --seed");
   command
       ->add_option_function<std::string>(
           "--plot", [options](const std::string&) { options->plots = true; },
-          "Also write plots for papers (needs gnuplot)")
+          "Also write plots for papers (this needs gnuplot)")
       ->type_name("png")
       ->check(CLI::IsMember({"png"}));
   add_training(*command, options->training);

@@ -9,6 +9,7 @@
 #include "cli/options.h"
 #include "gradwire/error.h"
 #include "server/server_options.h"
+#include "train/console_reporter.h"
 #include "train/run.h"
 #include "train/training.h"
 
@@ -24,17 +25,17 @@ void train_one(const TrainingOptions& options, Engine* engine) {
     throw Error(ErrorKind::usage, fmt::format("{} is given; it needs --checkpoint DIR", given), given);
   }
   const train::Task task = train::load_task(options.settings.task, options.settings.task_options(options.places.data));
-  Narrator narrator(options.json);
+  ConsoleReporter reporter(options.json);
   train::Listener listener;
-  if (leads) listener = [&](const nlohmann::json& event) { narrator.listen(event); };
+  if (leads) listener = [&](const nlohmann::json& event) { reporter.listen(event); };
   const nlohmann::json record = train::run({task, options.settings, options.places, listener, stop}, engine);
   if (!leads) return;
-  if (!options.json) Narrator::print_result(record);
+  if (!options.json) ConsoleReporter::print_result(record);
   if (record["finished"]) return;
   if (!options.json)
     print(options.places.checkpoint.empty() ? options.places.server ? "stopped, and left the server\n"
                                                                     : "stopped; nothing was saved (no --checkpoint)\n"
-                                            : "stopped and saved; go on with the same command and --resume\n");
+                                            : "stopped and saved; continue with the same command and --resume\n");
   throw Interrupted{};
 }
 
@@ -44,12 +45,13 @@ void train_for_server(TrainingOptions& options) {
                            "--collective", "--feedback", "--residual"})
     if (given(name))
       throw Error(ErrorKind::usage,
-                  fmt::format("{} is given; with --server that is the server's business, or always so", name + 2),
-                  name + 2);
+                  fmt::format("{} is given; it is not allowed with --server, which decides it", name + 2), name + 2);
   if (!given("--optimizer")) options.settings.optimizer = "qadam";
   if (options.settings.optimizer != "qadam")
-    throw Error(ErrorKind::usage,
-                fmt::format("optimizer is {}; a server's workers run qadam", options.settings.optimizer), "optimizer");
+    throw Error(
+        ErrorKind::usage,
+        fmt::format("optimizer is {}; allowed is qadam, which all workers of a server run", options.settings.optimizer),
+        "optimizer");
   fill_in(options);
   if (options.server.name.empty()) {
     char host[256] = "worker";
@@ -63,32 +65,44 @@ void train_for_server(TrainingOptions& options) {
 }  // namespace
 
 void add_train(CLI::App& app, Action& action) {
-  CLI::App* command = app.add_subcommand("train", "Train a model with compressed gradients");
+  CLI::App* command =
+      app.add_subcommand("train", "Train a model on several workers that exchange compressed gradients");
   auto options = std::make_shared<TrainingOptions>();
-  command->add_option("--codec,--up", options->settings.codec, "Codec of the gradients, or of qadam's updates")
+  command
+      ->add_option("--codec,--up", options->settings.codec,
+                   "Codec of the gradients; with --optimizer qadam, of the updates")
       ->type_name("SPEC")
       ->capture_default_str();
   add_choice(*command, "--collective", options->settings.collective, {"gather", "scatter"},
-             "gather: everybody gets every message; scatter: bytes do not grow with workers");
+             "gather: every worker receives every message; scatter: each worker reduces one shard, so that the bytes "
+             "do not grow with the number of workers");
   add_training(*command, *options);
-  command->option_defaults()->group("With a parameter server (gradwire serve)");
+  command->option_defaults()->group("Parameter server (gradwire serve)");
   command
       ->add_option("--server", options->server.address,
-                   "Work for this server; --workers says over how many the samples are dealt")
+                   "Train for this server; --workers is then the number of workers that share the samples")
       ->type_name("HOST:PORT");
-  command->add_option("--name", options->server.name, "Of this worker, for people; default: host and process")
+  command
+      ->add_option("--name", options->server.name,
+                   "Name of this worker on the server's pages; default: host name and process number")
       ->type_name("TEXT");
-  command->add_option("--patience", options->server.patience_s, "Seconds to go on trying a server that does not answer")
+  command
+      ->add_option("--patience", options->server.patience_s,
+                   "Seconds to keep trying to reach a server that does not answer")
       ->type_name("S")
       ->check(CLI::Range(0.1, 1e7))
       ->capture_default_str();
   add_whole(*command, "--warm-steps", options->server.warm_steps, 0, 1000000,
-            "Steps that a new worker only watches, while its moments get warm");
+            "Steps during which a new worker sends nothing, while its moments warm up");
   add_security(*command, options->server.security, false);
   command->option_defaults()->group("Options");
-  command->add_option("--checkpoint", options->places.checkpoint, "Directory to save the run in")->type_name("DIR");
-  command->add_flag("--resume", options->places.resume, "Go on from the newest checkpoint there, if there is one");
-  command->add_option("--export", options->places.export_to, "Write the weights at the end, for Python's torch.load")
+  command->add_option("--checkpoint", options->places.checkpoint, "Directory for checkpoints of the run")
+      ->type_name("DIR");
+  command->add_flag("--resume", options->places.resume,
+                    "Continue from the newest checkpoint in that directory, if there is one");
+  command
+      ->add_option("--export", options->places.export_to,
+                   "Write the final weights to this file, for torch.load in Python")
       ->type_name("FILE");
   command->footer(
       "Examples:\n"

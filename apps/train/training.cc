@@ -14,7 +14,7 @@
 namespace gradwire::app {
 namespace {
 
-// The paper's codecs; the collective follows from what is sent.
+// Defaults of qadam: the codecs of the paper, and the collective that follows from what is sent.
 void fill_in_qadam(TrainingOptions& options) {
   train::Settings& s = options.settings;
   const auto given = [&](const char* name) { return options.command->get_option(name)->count() > 0; };
@@ -39,76 +39,88 @@ void add_training(CLI::App& command, TrainingOptions& options) {
     return command.add_option(name, value, meaning)->type_name(type);
   };
 
-  command.option_defaults()->group("What is trained");
+  command.option_defaults()->group("Task and model");
   add_choice(command, "--task", s.task, train::task_names(), "Data set");
-  text("--data", p.data, "DIR", "Where its files are; Fashion-MNIST: Debian's place");
+  text("--data", p.data, "DIR",
+       "Directory of the data set's files; default for Fashion-MNIST: where Debian's package puts them");
   text("--model", s.model, "NAME",
        "mlp, cnn, resnet20, resnet32, resnet18, resnet34, vgg11, vgg16, bilstm, gpt; with parameters as in "
-       "mlp:width=2800,depth=2. Default: what suits the task");
-  number("--dropout", s.dropout, "Dropout, where the model has a place for it");
-  add_whole(command, "--length", s.length, 0, 1 << 20, "Tokens of a text sample; 0: the task's own");
-  add_whole(command, "--vocabulary", s.vocabulary, 0, 1 << 24, "Most words that are told apart; 0: the task's own");
-  command.add_flag("--words", s.words, "Text: tokens are words instead of characters");
-  add_whole(command, "--limit", s.limit, 0, uint64_t{1} << 40, "Use only so many samples; 0: all");
+       "mlp:width=2800,depth=2. Default: a model that suits the task");
+  number("--dropout", s.dropout, "Dropout probability, for models that have dropout layers");
+  add_whole(command, "--length", s.length, 0, 1 << 20, "Tokens per text sample; 0: the task's default");
+  add_whole(command, "--vocabulary", s.vocabulary, 0, 1 << 24,
+            "Largest number of different words; 0: the task's default");
+  command.add_flag("--words", s.words, "Task text: tokens are words instead of characters");
+  add_whole(command, "--limit", s.limit, 0, uint64_t{1} << 40, "Use only the first N samples; 0: all");
 
-  command.option_defaults()->group("Who does it");
-  add_whole(command, "--workers", s.workers, 1, 1024, "Workers");
+  command.option_defaults()->group("Workers");
+  add_whole(command, "--workers", s.workers, 1, 1024, "Number of workers");
   add_choice(command, "--engine", options.engine, {"loopback", "mpi"},
-             "loopback: threads of this process; mpi: the processes of mpirun");
-  add_choice(command, "--device", s.device, {"cpu", "cuda"}, "Where to compute; workers of one process share one GPU");
-  add_choice(command, "--precision", s.precision, {"fp32", "bf16", "fp16"}, "What the model computes in (CUDA)");
-  add_whole(command, "--threads", s.threads, 0, 1024, "CPU threads of each worker; 0: the cores dealt out");
-  command.add_flag("--deterministic", s.deterministic, "CUDA: only kernels that give the same bits every time");
+             "loopback: workers are threads of this process; mpi: workers are the processes of mpirun");
+  add_choice(command, "--device", s.device, {"cpu", "cuda"},
+             "Where the model is computed; the workers of one process share one GPU");
+  add_choice(command, "--precision", s.precision, {"fp32", "bf16", "fp16"},
+             "Precision of the model's arithmetic (bf16 and fp16 need CUDA)");
+  add_whole(command, "--threads", s.threads, 0, 1024,
+            "CPU threads per worker; 0: the cores are divided among the workers");
+  command.add_flag("--deterministic", s.deterministic, "CUDA: use only kernels that give the same bits in every run");
 
-  command.option_defaults()->group("How gradients travel");
-  text("--rules", s.rules, "RULES", "Tensors that travel otherwise, e.g. '1d=fp32;*.bias=fp32'");
-  text(
-      "--down", s.down, "SPEC",
-      "scatter: codec of the means; default: as up, rounded to nearest. qadam: of the weights; default unigrid:bits=8");
-  add_choice(command, "--feedback", s.feedback, {"codec", "on", "off"}, "Error feedback; codec: as the codec wants it");
-  add_choice(command, "--residual", s.residual, {"f32", "bf16"}, "Type of the residuals; bf16 takes half the memory");
-  number("--bucket-mb", s.bucket_mb, "Megabytes of gradients that are sent together");
+  command.option_defaults()->group("Compression");
+  text("--rules", s.rules, "RULES",
+       "Codecs of tensors that match a pattern, e.g. '1d=fp32;*.bias=fp32'; the others use --codec");
+  text("--down", s.down, "SPEC",
+       "Codec of the means with --collective scatter; default: the codec of the gradients, rounding to nearest. "
+       "Codec of the weights with --optimizer qadam; default: unigrid:bits=8");
+  add_choice(command, "--feedback", s.feedback, {"codec", "on", "off"},
+             "Error feedback; codec: on for the codecs that need it");
+  add_choice(command, "--residual", s.residual, {"f32", "bf16"},
+             "Data type of the residuals; bf16 takes half the memory");
+  number("--bucket-mb", s.bucket_mb, "Size of a bucket, the gradients that are sent together, in megabytes");
 
-  command.option_defaults()->group("The descent");
-  add_whole(command, "--seed", s.seed, 0, UINT64_MAX, "Of weights, data order and rounding");
-  add_whole(command, "--epochs", s.epochs, 1, 1000000, "Epochs");
-  add_whole(command, "--steps", s.steps, 0, uint64_t{1} << 40, "Stop after so many steps; 0: after the epochs");
-  add_whole(command, "--batch", s.batch, 1, 1000000, "Samples of one worker in one pass");
+  command.option_defaults()->group("Optimisation");
+  add_whole(command, "--seed", s.seed, 0, UINT64_MAX,
+            "Seed of the initial weights, the order of the samples and stochastic rounding");
+  add_whole(command, "--epochs", s.epochs, 1, 1000000, "Number of epochs");
+  add_whole(command, "--steps", s.steps, 0, uint64_t{1} << 40, "Stop after N steps; 0: after the last epoch");
+  add_whole(command, "--batch", s.batch, 1, 1000000, "Samples per worker in one backward pass");
   add_whole(command, "--accumulate", s.accumulate, 1, 10000,
-            "Passes whose gradients are added up before they are sent");
-  add_choice(command, "--optimizer", s.optimizer, {"sgd", "adam", "adamw", "qadam"}, "Default: what suits the model");
-  number("--rate", s.rate, "Learning rate; adam: 0.001 unless given, qadam: 0.001 x root of --workers");
-  number("--momentum", s.momentum, "Momentum of sgd");
+            "Backward passes whose gradients are added up before they are sent");
+  add_choice(command, "--optimizer", s.optimizer, {"sgd", "adam", "adamw", "qadam"},
+             "Optimizer; default: one that suits the model");
+  number("--rate", s.rate, "Learning rate; default with adam and adamw: 0.001, with qadam: 0.001 x sqrt(workers)");
+  number("--momentum", s.momentum, "Momentum, for sgd");
   number("--weight-decay", s.weight_decay, "Weight decay");
-  number("--clip", s.clip, "Largest norm of the mean gradient, qadam: of each worker's own; 0: any");
+  number("--clip", s.clip,
+         "Clip the norm of the mean gradient (qadam: of each worker's gradient) to X; 0: do not clip");
   add_choice(command, "--schedule", s.schedule, {"constant", "step", "cosine", "theory"},
-             "How the learning rate falls; theory, of qadam: with the square root of the steps");
-  number("--warmup", s.warmup, "Epochs in which it rises first");
-  command.add_option("--drop-at", s.drop_at, "Schedule step: epochs at which it drops, e.g. 100,150")
+             "How the learning rate decreases; theory, for qadam: with the square root of the step");
+  number("--warmup", s.warmup, "Epochs during which the learning rate rises linearly");
+  command.add_option("--drop-at", s.drop_at, "Schedule step: epochs at which the learning rate drops, e.g. 100,150")
       ->type_name("E,E")
       ->delimiter(',');
-  number("--drop", s.drop, "... to so much of it");
+  number("--drop", s.drop, "Schedule step: factor of each drop");
 
-  command.option_defaults()->group("qadam: workers that send updates of their own");
-  number("--beta", s.beta, "Of the first moment");
-  number("--theta", s.theta, "Of the second moment");
+  command.option_defaults()->group("qadam");
+  number("--beta", s.beta, "Decay rate of the first moment");
+  number("--theta", s.theta, "Decay rate of the second moment");
   command.add_flag(
       "!--no-correction", s.correction,
-      "As published: the bias of young moments is not corrected, the first updates are several times too large");
-  add_choice(command, "--moments", s.moments, {"local", "shared"},
-             "Second moments; shared: pooled, for workers whose data differ");
-  add_whole(command, "--share-every", s.share_every, 1, 1000000000, "Steps between poolings of shared moments");
+      "Do not correct the bias of the moments, as published; the first updates are then several times too large");
+  add_choice(
+      command, "--moments", s.moments, {"local", "shared"},
+      "local: each worker keeps its own second moments; shared: they are averaged, for workers whose data differ");
+  add_whole(command, "--share-every", s.share_every, 1, 1000000000, "Steps between two averagings of shared moments");
   add_choice(command, "--send", s.send, {"weights", "updates"},
-             "What goes down: weights, or their updates with error feedback");
+             "What is sent back to the workers: weights, or updates with error feedback");
 
-  command.option_defaults()->group("What is kept and shown");
+  command.option_defaults()->group("Checkpoints and output");
   add_whole(command, "--save-every", p.save_every, 0, uint64_t{1} << 40,
-            "Steps between checkpoints; 0: after each epoch");
+            "Steps between two checkpoints; 0: one per epoch");
   add_whole(command, "--meter-every", p.meter_every, 0, uint64_t{1} << 40,
-            "Steps between measurements of each layer's error; 0: an epoch");
-  command.add_flag("--check", p.check, "Compare a hash of all workers' weights at every step");
-  number("--timeout", p.timeout, "Seconds until a silent worker is given up");
-  command.add_flag("--json", options.json, "Events as JSON lines instead of a table");
+            "Steps between two measurements of the error of each tensor; 0: one per epoch");
+  command.add_flag("--check", p.check, "Compare a hash of all workers' weights after every step");
+  number("--timeout", p.timeout, "Seconds to wait for a worker before the run fails");
+  command.add_flag("--json", options.json, "Print events as JSON lines instead of a table");
   command.option_defaults()->group("Options");
 }
 

@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `train` and `compare` share: their options, where workers run, Ctrl-C, and how a run shows itself.
+// What `train` and `compare` share: their options, the defaults that follow from other options, and the engine.
 #pragma once
 
 #include <CLI/CLI.hpp>
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
 
-#include "cli/console.h"
 #include "cli/interrupts.h"
 #include "gradwire/engine.h"
 #include "train/run.h"
@@ -30,25 +28,5 @@ void fill_in(TrainingOptions& options);
 
 // Runs `body` with the engine of mpirun, or with null for workers as threads. Errors of one process end all of them.
 void with_engine(const TrainingOptions& options, const std::function<void(Engine*)>& body);
-
-// Shows a run as it goes: a row an epoch, a progress line on a terminal; or all events as JSON lines.
-class Narrator {
- public:
-  explicit Narrator(bool json);
-  void listen(const nlohmann::json& event);
-  void prefix(const std::string& text) { prefix_ = text; }  // before the progress line: which run of how many
-  static void print_result(const nlohmann::json& record);
-
- private:
-  void start(const nlohmann::json& event);
-  void step(const nlohmann::json& event);
-  void epoch(const nlohmann::json& event);
-
-  bool json_;
-  std::string prefix_;
-  int epochs_ = 0;
-  double last_shown_ = 0;
-  Progress progress_;
-};
 
 }  // namespace gradwire::app

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a spec string to a Codec and back. Parsing is here and nowhere else; printing is its inverse.
+// From a spec string to a Codec and back: parsing (core/spec.h), and printing, its inverse.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -11,6 +11,7 @@
 #include "codec/define.h"
 #include "codec/regions.h"
 #include "core/nearest.h"
+#include "core/spec.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -30,13 +31,6 @@ bool read_number(const std::string& text, T& value) {
   const char* end = text.data() + text.size();
   const auto result = std::from_chars(text.data(), end, value);
   return result.ec == std::errc() && result.ptr == end;
-}
-
-// Spec strings come from messages too: what is shown of them is cut to a readable length.
-std::string shown(std::string_view text) {
-  std::string out;
-  for (char c : text.substr(0, 80)) out += c >= 32 && c < 127 ? c : '?';
-  return text.size() > 80 ? out + "..." : out;
 }
 
 }  // namespace
@@ -138,7 +132,7 @@ Codec Codec::parse(std::string_view spec) { return Codec(Impl::parse(spec, false
 Codec Codec::parse_wire(std::string_view spec) { return Codec(Impl::parse(spec, true)); }
 
 std::shared_ptr<const Codec::Impl> Codec::Impl::parse(std::string_view spec, bool wire) {
-  const std::string_view name = spec.substr(0, spec.find(':'));
+  const std::string_view name = name_of_spec(spec);
   const CodecDef* def = nullptr;
   for (const CodecDef& d : definitions())
     if (d.name == name) def = &d;
@@ -151,42 +145,12 @@ std::shared_ptr<const Codec::Impl> Codec::Impl::parse(std::string_view spec, boo
                             meant.empty() ? "" : fmt::format(" (did you mean {}?)", meant), fmt::join(names, ", ")),
                 "codec");
   }
-  Values values;
-  for (const Parameter& p : def->parameters) values.text[p.name] = p.fallback;
-  std::map<std::string, bool> given;
-  std::string_view rest = name.size() < spec.size() ? spec.substr(name.size() + 1) : std::string_view{};
-  if (name.size() < spec.size() && rest.empty())
-    throw Error(ErrorKind::usage, fmt::format("codec '{}' ends with a colon but gives no parameter", shown(spec)),
-                "codec");
-  while (!rest.empty()) {
-    const std::string_view item = rest.substr(0, rest.find(','));
-    const bool more = item.size() < rest.size();
-    rest = more ? rest.substr(item.size() + 1) : std::string_view{};
-    const size_t equals = item.find('=');
-    const std::string key(item.substr(0, equals));
-    const Parameter* parameter = nullptr;
-    std::vector<std::string> names;
-    for (const Parameter& p : def->parameters) {
-      names.push_back(p.name);
-      if (p.name == key) parameter = &p;
-    }
-    if (!parameter)
+  Values values{parse_spec("codec", spec, def->parameters, [&](const Parameter& p) {
+    if (wire && p.learning)
       throw Error(ErrorKind::usage,
-                  names.empty() ? fmt::format("{} has no parameter '{}'; it takes none", def->name, shown(key))
-                                : fmt::format("{} has no parameter '{}'; allowed are {}", def->name, shown(key),
-                                              fmt::join(names, ", ")),
-                  key);
-    if (wire && parameter->learning)
-      throw Error(ErrorKind::usage,
-                  fmt::format("{} of {} says how a sender learns and is no part of a message", key, def->name), key);
-    if (equals == std::string_view::npos)
-      throw Error(ErrorKind::usage, fmt::format("{} has no value; allowed is {}", key, parameter->allowed()), key);
-    if (given[key]) throw Error(ErrorKind::usage, fmt::format("{} is given twice", key), key);
-    if (more && rest.empty())
-      throw Error(ErrorKind::usage, fmt::format("codec '{}' ends with a comma", shown(spec)), "codec");
-    given[key] = true;
-    values.text[key] = parameter->canonical(std::string(item.substr(equals + 1)));
-  }
+                  fmt::format("{} of {} says how a sender learns and is no part of a message", p.name, def->name),
+                  p.name);
+  })};
   return std::make_shared<Impl>(*def, std::move(values), Table{});
 }
 

@@ -47,10 +47,10 @@ struct SgdRule {
 // `first` and `second` are the moments, `out` the weights.
 struct AdamRule {
   float factor;
-  float keep, weight_decay;     // what the weights are multiplied by; what of them is added to the gradient
-  float beta1, fresh1;          // of the first moment: what stays, what comes
-  float beta2, fresh2;          // of the second moment
-  float rate, root, epsilon;    // the rate and the root of the second moment's correction
+  float keep, weight_decay;   // what the weights are multiplied by; what of them is added to the gradient
+  float beta1, fresh1;        // of the first moment: what stays, what comes
+  float beta2, fresh2;        // of the second moment
+  float rate, root, epsilon;  // the rate and the root of the second moment's correction
 
   GW_HD void operator()(const OptimizerSpan& s, uint64_t i) const {
     const float w = s.out[i] * keep;

@@ -57,8 +57,8 @@ GW_HD inline float qadam_element(const QAdamNumbers& n, float g, float& m, float
   return n.rate * (m / (below > kLeastRoot ? below : kLeastRoot));
 }
 
-// The element rule. `out` is the update. Without kMoves there is no gradient: the moments stand still, which the numbers
-// say too. Without kShared there is no shared moment.
+// The element rule. `out` is the update. Without kMoves there is no gradient: the moments stay as they are, as the
+// numbers say too. Without kShared there is no shared moment.
 template <bool kMoves, bool kShared>
 struct QAdamRule {
   QAdamNumbers numbers;

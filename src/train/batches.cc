@@ -29,15 +29,15 @@ Batches::Batches(const Task& task, const Settings& settings, int rank, torch::De
       order_seed_(settings.seed),
       device_(device) {
   if (per_epoch_ == 0)
-    throw Error(ErrorKind::usage,
-                fmt::format("batch {} x {} passes x {} workers are {} samples a step; {} has {} training samples: take "
-                            "smaller batches or "
-                            "fewer workers",
-                            settings.batch, settings.accumulate, settings.workers,
-                            static_cast<uint64_t>(settings.batch) * static_cast<uint64_t>(settings.accumulate) *
-                                static_cast<uint64_t>(settings.workers),
-                            task.name, task.train.count),
-                "batch");
+    throw Error(
+        ErrorKind::usage,
+        fmt::format("batch {} x {} passes x {} workers are {} samples per step; {} has {} training samples: take "
+                    "smaller batches or fewer workers",
+                    settings.batch, settings.accumulate, settings.workers,
+                    static_cast<uint64_t>(settings.batch) * static_cast<uint64_t>(settings.accumulate) *
+                        static_cast<uint64_t>(settings.workers),
+                    task.name, task.train.count),
+        "batch");
   if (task.vocabulary == 0) {
     const auto per_channel = [&](const std::vector<float>& values) {
       return (torch::tensor(values) * 255).view({static_cast<int64_t>(values.size()), 1, 1}).to(device);
@@ -59,10 +59,10 @@ Batch Batches::training(uint64_t step, int pass) {
   return collect(task_.train, std::span(order_).subspan(first, batch), true, epoch);
 }
 
-void Batches::take_seat(uint32_t seat) {
+void Batches::take_rank(uint32_t rank) {
   const uint32_t workers = static_cast<uint32_t>(settings_.workers);
-  rank_ = seat % workers;
-  order_seed_ = settings_.seed + mix64(seat / workers);  // mix64(0) is 0
+  rank_ = rank % workers;
+  order_seed_ = settings_.seed + mix64(rank / workers);  // mix64(0) is 0
   ordered_epoch_ = UINT64_MAX;
   alone_ = true;
 }

@@ -24,9 +24,9 @@ class Batches {
  public:
   Batches(const Task& task, const Settings& settings, int rank, torch::Device device);
 
-  // Among workers that come and go: number `seat` of them, however many there are. Those beyond settings.workers see the
-  // samples in another order; the test samples are all this worker's.
-  void take_seat(uint32_t seat);
+  // For a worker whose rank comes from a server. Ranks beyond settings.workers see the samples in another order; this
+  // worker then evaluates all test samples.
+  void take_rank(uint32_t rank);
   uint64_t steps_per_epoch() const { return per_epoch_; }
   Batch training(uint64_t step, int pass);
   // This worker's share of the test samples, in batches.

@@ -13,10 +13,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 
+#include "core/file.h"
 #include "gradwire/error.h"
 
 namespace gradwire::train {
@@ -24,9 +24,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-[[noreturn]] void fail(const std::string& path, const char* what) {
-  throw Error(ErrorKind::io, fmt::format("{}: cannot {}: {}", path, what, std::strerror(errno)), "checkpoint");
-}
+[[noreturn]] void fail(const std::string& path, const char* what) { throw_errno(path, what, "checkpoint"); }
 
 struct File {
   explicit File(int d) : descriptor(d) {}
@@ -36,28 +34,24 @@ struct File {
   int descriptor;
 };
 
-void sync(const std::string& path) {
-  const File file(::open(path.c_str(), O_RDONLY));
-  if (file.descriptor < 0 || ::fsync(file.descriptor) != 0) fail(path, "be brought to disk");
-}
-
+// A new file, on disk when this returns. The folder that it is in gets its name only when all of them are there.
 void write(const std::string& path, std::string_view bytes) {
   const File file(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
-  if (file.descriptor < 0) fail(path, "be created");
+  if (file.descriptor < 0) fail(path, "create it");
   while (!bytes.empty()) {
     const ssize_t written = ::write(file.descriptor, bytes.data(), bytes.size());
     if (written < 0 && errno == EINTR) continue;
-    if (written < 0) fail(path, "be written");
+    if (written < 0) fail(path, "write it");
     bytes.remove_prefix(static_cast<size_t>(written));
   }
-  if (::fsync(file.descriptor) != 0) fail(path, "be brought to disk");
+  if (::fsync(file.descriptor) != 0) fail(path, "bring it to disk");
 }
 
 std::string read(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) fail(path, "be read");
+  if (!file) fail(path, "read it");
   std::string bytes(static_cast<size_t>(fs::file_size(path)), '\0');
-  if (!file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()))) fail(path, "be read");
+  if (!file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()))) fail(path, "read it");
   return bytes;
 }
 
@@ -149,24 +143,12 @@ constexpr const char* kManifest = "manifest.json";
 }  // namespace
 
 void save_tensors(const std::string& path, const TensorMap& tensors) {
-  const std::string unfinished = path + ".unfinished";
-  try {
-    write(unfinished, pack(tensors));
-    if (std::rename(unfinished.c_str(), path.c_str()) != 0) fail(path, "be renamed to");
-  } catch (...) {
-    ::unlink(unfinished.c_str());
-    throw;
-  }
+  const std::string bytes = pack(tensors);
+  replace_file(path, std::as_bytes(std::span(bytes)));
 }
 
 void expect_writable(const std::string& path) {
-  if (fs::is_directory(path)) {
-    errno = EISDIR;
-    fail(path, "be written");
-  }
-  const std::string unfinished = path + ".unfinished";
-  write(unfinished, {});
-  ::unlink(unfinished.c_str());
+  const FileReplacement unfinished(path);  // which refuses what save_tensors would, and leaves nothing behind
 }
 
 Checkpoints::Checkpoints(std::string directory, Control& control)
@@ -204,7 +186,8 @@ void Checkpoints::save(uint64_t step, const nlohmann::json& state, const TensorM
     });
     control_.together([&] {
       write(folder + "/" + own_file(rank), pack(own));
-      for (size_t k = 0; k < descent.buckets(); ++k) descent.save_residuals(k, folder + "/" + residuals_file(rank, k));
+      size_t bucket = 0;
+      for (const ErrorFeedback* one : descent.residuals()) one->save(folder + "/" + residuals_file(rank, bucket++));
       if (rank != 0) return;
       write(folder + "/" + kWeights, pack(weights));
       write(folder + "/" + kState, state.dump(1));
@@ -222,10 +205,10 @@ void Checkpoints::save(uint64_t step, const nlohmann::json& state, const TensorM
                       fmt::format("{}: {} is not there: do all workers see one file system?", folder, own_file(p)),
                       "checkpoint");
       write(folder + "/" + kManifest, manifest.dump(1));
-      sync(folder);
+      flush_folder(folder);
       fs::remove_all(final);
-      if (std::rename(folder.c_str(), final.c_str()) != 0) fail(final, "be renamed to");
-      sync(directory_);
+      if (std::rename(folder.c_str(), final.c_str()) != 0) fail(final, "rename to it");
+      flush_folder(directory_);
       prune();
     });
   } catch (const Error& error) {
@@ -256,10 +239,11 @@ void Checkpoints::load(uint64_t step, const TensorMap& weights, const TensorMap&
   control_.together([&] {
     unpack(folder + "/" + kWeights, read_checked(folder, kWeights), weights);
     unpack(folder + "/" + file, read_checked(folder, file), own);
-    for (size_t k = 0; k < descent.buckets(); ++k) {
-      const std::string name = residuals_file(control_.rank(), k);
+    size_t bucket = 0;
+    for (ErrorFeedback* one : descent.residuals()) {
+      const std::string name = residuals_file(control_.rank(), bucket++);
       read_checked(folder, name);
-      descent.load_residuals(k, folder + "/" + name);
+      *one = ErrorFeedback::load(folder + "/" + name, one->device());
     }
   });
 }

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoints: one directory a saved step, DIR/step-000000468, with
+// Checkpoints: one directory per saved step, DIR/step-000000468, with
 //
-//   state.json             the settings, the step, and what was measured so far
-//   weights.pt             parameters and the optimiser's state: alike on all ranks, written by rank 0
-//   rank-2.pt              what is rank 2's own: its buffers (BatchNorm's statistics differ between workers), moments
-//   of qadam rank-2-bucket-0.residuals   what rank 2 still owes, and what its codecs have learned manifest.json size
-//   and hash of each of these, written last
+//   state.json                  the settings, the step, and what was measured so far
+//   weights.pt                  parameters and the optimizer's state: alike on all ranks, written by rank 0
+//   rank-2.pt                   what is rank 2's own: its buffers (BatchNorm's statistics differ between workers) and
+//                               its moments (qadam)
+//   rank-2-bucket-0.residuals   rank 2's residuals, and what its codecs have learned
+//   manifest.json               size and hash of each of these files, written last
 //
-// It is written under another name and renamed when it is complete and on disk: a run killed at any moment, or a full
-// disk, leaves the checkpoints before it as they were. The two newest are kept. Workers in several processes must see
-// one file system.
+// A checkpoint is written under another name and renamed when it is complete and on disk. A run that is killed at any
+// moment, or a full disk, leaves the older checkpoints as they were. The two newest are kept. Workers in several
+// processes must see one file system.
 #pragma once
 
 #include <torch/types.h>

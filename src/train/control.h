@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What workers tell each other besides gradients: small values, over an engine of their own, so that the bytes of
-// gradients are counted alone and these calls need no order among theirs.
+// What workers send to each other besides gradients: small values, over an engine of their own. So the bytes of
+// gradients are counted separately, and these calls need no order relative to theirs.
 #pragma once
 
 #include <cstring>
@@ -27,7 +27,7 @@ class Control {
   int rank() const { return engine_->rank(); }
   int size() const { return engine_->size(); }
 
-  // Everybody's value, in rank order.
+  // The values of all ranks, in rank order.
   template <class T>
   std::vector<T> gather(const T& mine) {
     static_assert(std::is_trivially_copyable_v<T>);
@@ -38,11 +38,11 @@ class Control {
     return all;
   }
 
-  // Rank 0's bytes reach everybody.
+  // All ranks get the bytes of rank 0.
   void broadcast(std::span<std::byte> bytes) { engine_->broadcast(bytes, 0).wait(); }
 
-  // Runs `work`, which may fail on one rank alone; then all ranks fail: that one with its own error, the others with
-  // its words.
+  // Runs `work`, which may fail on one rank only. Then all ranks fail: that one with its own error, the others with an
+  // error of the same text.
   void together(const std::function<void()>& work) {
     struct Words {
       ErrorKind kind = ErrorKind::usage;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients that are exchanged, and who makes which descent: see descent.h.
+// GradientDescent, and the choice between the two: see descent.h.
 #include "train/descent.h"
 
 #include <fmt/format.h>
@@ -7,8 +7,8 @@
 #include <chrono>
 #include <cmath>
 
+#include "core/clock.h"
 #include "gradwire/error.h"
-#include "train/clock.h"
 #include "train/mean_updates.h"
 #include "train/optimizer.h"
 #ifdef GRADWIRE_HAS_GRPC
@@ -47,65 +47,58 @@ class GradientDescent final : public Descent {
                                            parts.stream);
   }
 
-  uint64_t start() override { return 0; }
-
-  void begin(const Now& now) override {
-    now_ = now;
-    exchange_->begin(now.step, now.loss_scale, now.rate, !now.metered);
+  void begin(const StepInfo& info) override {
+    info_ = info;
+    exchange_->begin(info.step, info.loss_scale, info.rate, !info.metered);
   }
 
-  void exchange(const std::function<Report()>& report) override {
-    exact_.clear();
-    if (now_.metered) exact_ = exchange_->exact_means(control_.engine(), now_.step);
-    const double sending = wall_seconds();
-    exchange_->finish();
-    waited_ += wall_seconds() - sending;
+  StepResult finish(const std::function<Report()>& report, const Measure& measure) override {
+    std::vector<torch::Tensor> exact;
+    if (info_.metered) exact = exchange_->exact_means(control_.engine(), info_.step);
+    {
+      const ScopedTimer timer(waited_);
+      exchange_->finish();
+    }
     report();
-  }
-
-  const std::vector<torch::Tensor>& exact_means() const override { return exact_; }
-
-  // All workers hold the same means, so all decide alike.
-  Taken apply() override {
+    if (info_.metered) measure(exact);
+    // All workers hold the same means, so all of them decide alike.
     const double norm = norm_of(gradients_of(optimizer_.parameters()));
-    const bool finite = std::isfinite(norm / now_.loss_scale);
+    const bool finite = std::isfinite(norm / info_.loss_scale);
     if (finite) {
-      optimizer_.step(now_.rate, factor_of(norm, clip_, now_.loss_scale));
+      optimizer_.step(info_.rate, factor_of(norm, clip_, info_.loss_scale));
       exchange_->commit();
     } else {
       exchange_->rollback();
     }
-    return {.next = now_.step + 1, .applied = finite};
+    return {.next = info_.step + 1, .applied = finite};
   }
 
-  double bits() const override { return exchange_->bits(); }
-  uint64_t bytes_sent() const override { return engine_.bytes_sent() - control_.bytes_sent(); }
-  ReduceTimes times() const override { return exchange_->times(); }
-  ReduceMemory memory() const override { return exchange_->memory(); }
+  ExchangeStats stats() const override {
+    return {.bits = exchange_->bits(),
+            .bytes_sent = engine_.bytes_sent() - control_.bytes_sent(),
+            .waited = waited_,
+            .times = exchange_->times(),
+            .memory = exchange_->memory(),
+            .buckets = exchange_->buckets()};
+  }
   std::vector<Exchange::Learned> learned() const override { return exchange_->learned(); }
-  size_t buckets() const override { return exchange_->buckets(); }
 
-  TensorMap shared_state() override {
+  DescentState state() override {
     TensorMap all{{kSteps, torch::full({1}, optimizer_.steps, torch::kInt64)}};
     for (size_t i = 0; i < optimizer_.state().size(); ++i)
       all[fmt::format("optimizer.{:05}", i)] = optimizer_.state()[i];
-    return all;
+    return {.shared = all, .own = {}};
   }
-  TensorMap own_state() override { return {}; }
-  void restore(const TensorMap& shared, const TensorMap&) override {
-    optimizer_.steps = shared.at(kSteps).item<int64_t>();
-  }
-  void save_residuals(size_t bucket, const std::string& path) const override { exchange_->feedback(bucket).save(path); }
-  void load_residuals(size_t bucket, const std::string& path) override { exchange_->load_feedback(bucket, path); }
+  void restore(const DescentState& state) override { optimizer_.steps = state.shared.at(kSteps).item<int64_t>(); }
+  std::vector<ErrorFeedback*> residuals() override { return exchange_->residuals(); }
 
  private:
   Engine& engine_;
   Control& control_;
-  double clip_;
+  double clip_, waited_ = 0;
   Optimizer optimizer_;
   std::unique_ptr<Exchange> exchange_;
-  std::vector<torch::Tensor> exact_;
-  Now now_;
+  StepInfo info_;
 };
 
 }  // namespace

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// From gradients to the weights of the next step: what happens after a worker's back-propagation, in one of two ways.
+// From gradients to the weights of the next step: what a worker does after its backward pass.
 //
-//   GradientDescent   gradients are exchanged while they are computed; all workers then take the same step with the
+//   GradientDescent   gradients are exchanged while they are computed; then all workers take the same step with the
 //                     mean (sgd, adam, adamw)
-//   QAdamDescent      every worker makes an update of its own gradient; updates are exchanged, and weights come back
-//                     (qadam), from the other workers or from a server: see updates.h
+//   QAdamDescent      every worker computes an update from its own gradient; updates are exchanged, and weights come
+//                     back (qadam), from the other workers or from a server: see updates.h
 //
-// A step: begin() before the last backward pass, exchange() after it, then apply().
+// A step is begin() before the last backward pass and finish() after it.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -28,51 +28,44 @@ namespace gradwire::train {
 
 using TensorMap = std::map<std::string, torch::Tensor>;
 
-struct Now {
+struct StepInfo {
   uint64_t step = 0;
   double rate = 0;
   double loss_scale = 1;  // that gradients arrive multiplied by
-  bool metered = false;   // the mean that is applied is to be compared with the exact one
+  bool metered = false;   // the mean that is applied is compared with the exact one
+};
+
+// What a checkpoint keeps, as tensors: what is alike on all ranks, and what is this rank's own.
+struct DescentState {
+  TensorMap shared, own;
 };
 
 class Descent {
  public:
+  using Measure = std::function<void(const std::vector<torch::Tensor>& exact_means)>;
+
   virtual ~Descent() = default;
 
-  // Of a run that begins, not one that is resumed. Returns the first step.
-  virtual uint64_t start() = 0;
+  // For a run that begins, not for one that is resumed. Returns the first step.
+  virtual uint64_t start() { return 0; }
 
-  virtual void begin(const Now& now) = 0;
-  // Sends what there is to send and waits for what comes back. `report`, called once, reads the scores of the step,
-  // which on a GPU waits for it.
-  virtual void exchange(const std::function<Report()>& report) = 0;
-  virtual const std::vector<torch::Tensor>& exact_means() const = 0;  // between the two, if metered; else empty
-  virtual Taken apply() = 0;
+  virtual void begin(const StepInfo& info) = 0;
+  // Sends what has not been sent, waits for what comes back, and changes the weights. `report` is called once; it reads
+  // the loss of the step, which on a GPU waits for it. `measure` is called if the step is metered, while the gradients
+  // are the means that will be applied.
+  virtual StepResult finish(const std::function<Report()>& report, const Measure& measure) = 0;
 
-  double waited() const { return waited_; }  // seconds on the wall, so far
-  virtual double bits() const = 0;           // per element sent up, of the last step
-  virtual uint64_t bytes_sent() const = 0;   // so far
-  virtual ReduceTimes times() const = 0;
-  virtual ReduceMemory memory() const = 0;
-  virtual std::vector<Exchange::Learned> learned() const = 0;
-  virtual size_t buckets() const = 0;
+  virtual ExchangeStats stats() const = 0;
+  virtual std::vector<Exchange::Learned> learned() const { return {}; }
 
-  // For checkpoints: what is alike on all ranks, and what is this rank's own. To resume, both are asked for, filled
-  // with what was saved, and given back.
-  virtual TensorMap shared_state() = 0;
-  virtual TensorMap own_state() = 0;
-  virtual void restore(const TensorMap& shared, const TensorMap& own) = 0;
-  // Files of residuals, and of what codecs have learned, one a bucket.
-  virtual void save_residuals(size_t bucket, const std::string& path) const = 0;
-  virtual void load_residuals(size_t bucket, const std::string& path) = 0;
+  // For checkpoints. To resume, the state is asked for, its tensors are filled with what was saved, and it is given
+  // back. Residuals, and what codecs have learned, are apart: one ErrorFeedback per bucket.
+  virtual DescentState state() = 0;
+  virtual void restore(const DescentState& state) = 0;
+  virtual std::vector<ErrorFeedback*> residuals() = 0;
 
-  // As in Updates.
-  virtual std::optional<uint32_t> seat() const { return std::nullopt; }
-  virtual bool leads() const { return true; }
-  virtual nlohmann::json end() { return nullptr; }
-
- protected:
-  double waited_ = 0;
+  virtual Membership membership() const { return {}; }
+  virtual nlohmann::json end() { return nullptr; }  // as in Updates
 };
 
 struct DescentParts {
@@ -83,8 +76,8 @@ struct DescentParts {
   std::vector<NamedParameter> parameters;
   std::optional<c10::Stream> stream;  // where the worker computes, on a GPU
   Device codec_device;
-  const ServerPlace* server = nullptr;  // null: the engine's ranks are all there is
-  std::vector<NamedParameter> buffers;  // what the model keeps beside its parameters, in f32
+  const ServerPlace* server = nullptr;  // null: the workers are the ranks of the engine
+  std::vector<NamedParameter> buffers;  // the model's f32 buffers
 
   Device compute_device() const;  // where the worker computes: the device of the codecs, on the worker's own stream
 };

@@ -198,11 +198,10 @@ ReduceMemory Exchange::memory() const {
   return sum;
 }
 
-const ErrorFeedback& Exchange::feedback(size_t bucket) const { return buckets_[bucket]->reducer->feedback(); }
-
-void Exchange::load_feedback(size_t bucket, const std::string& path) {
-  ErrorFeedback& own = buckets_[bucket]->reducer->feedback();
-  own = ErrorFeedback::load(path, own.device());
+std::vector<ErrorFeedback*> Exchange::residuals() {
+  std::vector<ErrorFeedback*> all;
+  for (const auto& bucket : buckets_) all.push_back(&bucket->reducer->feedback());
+  return all;
 }
 
 std::vector<Exchange::Learned> Exchange::learned() const {

@@ -49,16 +49,15 @@ class Exchange {
   size_t buckets() const { return buckets_.size(); }
   ReduceTimes times() const;
   ReduceMemory memory() const;
-  const ErrorFeedback& feedback(size_t bucket) const;
-  void load_feedback(size_t bucket, const std::string& path);
+  std::vector<ErrorFeedback*> residuals();  // one per bucket
 
   struct Learned {
     Direction direction;
     Codec codec;
     std::vector<std::string> tensors;
   };
-  std::vector<Learned> learned()
-      const;  // codecs with what they had learned at the last step, and which tensors use them
+  // Codecs with what they had learned at the last step, and the tensors that use them.
+  std::vector<Learned> learned() const;
 
  private:
   struct Bucket;

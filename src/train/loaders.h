@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loaders, one a family of file formats, and what the two that read words share: a Vocabulary numbers words.
+// The loaders, one per family of file formats, and what the two that read words share: a Vocabulary numbers words.
 #pragma once
 
 #include <cstdint>

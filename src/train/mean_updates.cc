@@ -10,8 +10,6 @@
 namespace gradwire::train {
 namespace {
 
-constexpr uint32_t kDown = 1;  // Stamp::stage
-
 bool finite(std::span<const float> values) {
   uint32_t largest = 0;
   for (const float value : values) largest = std::max(largest, float_bits(value) & 0x7fffffffu);
@@ -29,7 +27,7 @@ std::vector<T*> pointers(From& arrays) {
 
 MeanUpdates::MeanUpdates(Engine& engine, std::vector<NamedTensor> tensors, ReduceOptions options,
                          const std::string& down, std::chrono::milliseconds timeout)
-    : engine_(engine.split(0)), tensors_(std::move(tensors)), options_(std::move(options)), clock_(options_.device) {
+    : engine_(engine.split(0)), tensors_(std::move(tensors)), options_(std::move(options)), timer_(options_.device) {
   engine_->set_timeout(timeout);
   GW_CHECK(options_.device.kind == Device::Kind::cpu);
   if (options_.method == ReduceOptions::Method::gather) options_.down.clear();  // `down` is for the weights
@@ -58,12 +56,18 @@ MeanUpdates::Arrays MeanUpdates::make_arrays() const {
 uint64_t MeanUpdates::begin(std::span<float* const> weights) {
   GW_CHECK(weights.size() == tensors_.size());
   for (size_t i = 0; i < tensors_.size(); ++i) std::copy_n(weights[i], tensors_[i].count, weights_[i].data());
-  hand_out(0, weights);
+  send_down(0, weights);
   return 0;
 }
 
-Taken MeanUpdates::exchange(uint64_t step, std::span<const float* const> updates, std::span<float* const> weights,
-                            const Report& report) {
+StepResult MeanUpdates::exchange(uint64_t step, std::span<const float* const> updates, std::span<float* const> weights,
+                                 const Report& report) {
+  if (updates.empty() && !tensors_.empty()) {
+    // The other workers learn of it by a mean that is not a number.
+    Arrays nothing = make_arrays();
+    for (auto& array : nothing) std::fill(array.begin(), array.end(), std::numeric_limits<float>::quiet_NaN());
+    return exchange(step, pointers<const float>(nothing), weights, report);
+  }
   reducer_->set_rate(report.rate);
   const std::vector<const void*> in(updates.begin(), updates.end());
   reducer_->run(step, in, pointers<void>(means_));
@@ -72,22 +76,15 @@ Taken MeanUpdates::exchange(uint64_t step, std::span<const float* const> updates
     return {.next = step + 1, .applied = false};
   }
   {
-    const auto timer = clock_.decode();
+    const ScopedTimer scope = timer_.decode();
     for (size_t i = 0; i < tensors_.size(); ++i)
       std::transform(weights_[i].begin(), weights_[i].end(), means_[i].begin(), weights_[i].begin(), std::minus<>());
   }
-  hand_out(step + 1, weights);
+  send_down(step + 1, weights);
   return {.next = step + 1, .applied = true};
 }
 
-// The others learn of it by a mean that is not a number.
-Taken MeanUpdates::skip(uint64_t step, std::span<float* const> weights, const Report& report) {
-  Arrays nothing = make_arrays();
-  for (auto& array : nothing) std::fill(array.begin(), array.end(), std::numeric_limits<float>::quiet_NaN());
-  return exchange(step, pointers<const float>(nothing), weights, report);
-}
-
-void MeanUpdates::hand_out(uint64_t step, std::span<float* const> weights) {
+void MeanUpdates::send_down(uint64_t step, std::span<float* const> weights) {
   if (!plan_) {
     for (size_t i = 0; i < tensors_.size(); ++i) std::copy(weights_[i].begin(), weights_[i].end(), weights[i]);
     return;
@@ -95,10 +92,10 @@ void MeanUpdates::hand_out(uint64_t step, std::span<float* const> weights) {
   const Stamp stamp{
       .seed = options_.seed, .step = step, .stage = static_cast<uint32_t>(Direction::down), .rank = 0, .world = 1};
   {
-    const auto timer = clock_.encode();
+    const ScopedTimer scope = timer_.encode();
     runner_->encode(pointers<const void>(weights_), stamp, message_);
   }
-  const auto timer = clock_.decode();
+  const ScopedTimer scope = timer_.decode();
   const std::vector<void*> out(weights.begin(), weights.end());
   runner_->decode(message_, out, Write::set, &stamp);
   runner_->wait();
@@ -126,19 +123,15 @@ double MeanUpdates::bits() const {
   return 8.0 * static_cast<double>(bytes) / static_cast<double>(std::max<uint64_t>(1, elements));
 }
 
-ReduceTimes MeanUpdates::times() const {
-  ReduceTimes all = reducer_->times();
+ExchangeStats MeanUpdates::stats() const {
   const ReduceTimes pooling = second_ ? second_->times() : ReduceTimes{};
-  all.encode += clock_.times().encode + pooling.encode;
-  all.decode += clock_.times().decode + pooling.decode;
-  all.wait += pooling.wait;
-  return all;
-}
-
-ReduceMemory MeanUpdates::memory() const {
-  ReduceMemory all = reducer_->memory();
-  all.messages += message_.size() + (second_ ? second_->memory().messages : 0);
-  for (const auto& array : means_) all.sums += 2 * array.size() * sizeof(float);  // and the weights
+  ExchangeStats all{
+      .bits = bits(), .bytes_sent = engine_->bytes_sent(), .times = reducer_->times(), .memory = reducer_->memory()};
+  all.times.encode += timer_.times().encode + pooling.encode;
+  all.times.decode += timer_.times().decode + pooling.decode;
+  all.times.wait += pooling.wait;
+  all.memory.messages += message_.size() + (second_ ? second_->memory().messages : 0);
+  for (const auto& array : means_) all.memory.sums += 2 * array.size() * sizeof(float);  // the means and the weights
   return all;
 }
 
@@ -146,13 +139,6 @@ std::vector<std::span<float>> MeanUpdates::held() {
   std::vector<std::span<float>> all;
   for (auto& array : weights_) all.emplace_back(array);
   return all;
-}
-
-void MeanUpdates::save(const std::string& path) const { reducer_->feedback().save(path); }
-
-void MeanUpdates::load(const std::string& path) {
-  ErrorFeedback& own = reducer_->feedback();
-  own = ErrorFeedback::load(path, own.device());
 }
 
 }  // namespace gradwire::train

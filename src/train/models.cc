@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // From a spec such as "mlp:width=2800,depth=2" to a model: the list of models, the checks, and the one place where
-// weights are drawn. They are drawn on the CPU from torch's default generator, because torch's own layers draw from it;
-// a lock and a borrowed state keep that from being seen elsewhere: whoever makes models at the same time gets the same
-// weights, and the generator goes on as though nothing had happened.
+// weights are drawn. They are drawn on the CPU from torch's default generator, because torch's own layers draw from it.
+// A lock and a saved state hide that from other users of the generator: threads that make models at the same time get
+// the same weights, and the generator continues from the state that it had before.
 #include "train/models.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <mutex>
 
+#include "core/spec.h"
 #include "gradwire/error.h"
 #include "train/model_parts.h"
 
@@ -94,36 +95,6 @@ std::string names() {
   return fmt::format("{}", fmt::join(all, ", "));
 }
 
-Values read_values(const Entry& entry, const std::string& spec) {
-  Values values;
-  for (const Parameter& p : entry.parameters) values.text[p.name] = p.fallback;
-  if (spec.size() == entry.name.size()) return values;
-  std::vector<std::string> given;
-  for (size_t at = entry.name.size(); at < spec.size();) {  // at a colon or a comma
-    const size_t end = std::min(spec.find(',', at + 1), spec.size());
-    const std::string item = spec.substr(at + 1, end - at - 1), key = item.substr(0, item.find('='));
-    at = end;
-    const auto p = std::find_if(entry.parameters.begin(), entry.parameters.end(),
-                                [&](const Parameter& q) { return q.name == key; });
-    if (p == entry.parameters.end()) {
-      std::vector<std::string> allowed;
-      for (const Parameter& q : entry.parameters) allowed.push_back(q.name);
-      throw Error(
-          ErrorKind::usage,
-          fmt::format("{} has no parameter '{}'; {}", entry.name, key,
-                      allowed.empty() ? "it takes none" : fmt::format("allowed are {}", fmt::join(allowed, ", "))),
-          key.empty() ? "model" : key);
-    }
-    if (item.size() == key.size())
-      throw Error(ErrorKind::usage, fmt::format("{} has no value; allowed is {}", key, p->allowed()), key);
-    if (std::find(given.begin(), given.end(), key) != given.end())
-      throw Error(ErrorKind::usage, fmt::format("{} is given twice", key), key);
-    given.push_back(key);
-    values.text[key] = p->canonical(item.substr(key.size() + 1));
-  }
-  return values;
-}
-
 void expect_fit(const Entry& entry, const Task& task) {
   const Samples& samples = task.train;
   const Fits found = task.vocabulary == 0 ? Fits::images
@@ -133,8 +104,8 @@ void expect_fit(const Entry& entry, const Task& task) {
                          : Fits::sentences;
   const auto words = [](Fits fits) {
     return fits == Fits::images      ? "images"
-           : fits == Fits::sentences ? "text with one label a sample"
-                                     : "text with a label a token";
+           : fits == Fits::sentences ? "text with one label per sample"
+                                     : "text with one label per token";
   };
   if (found != entry.fits)
     throw Error(ErrorKind::usage,
@@ -209,11 +180,11 @@ const std::vector<ModelInfo>& models() {
 
 std::shared_ptr<Model> make_model(const ModelOptions& options, const Task& task, std::shared_ptr<Noise> noise,
                                   torch::Device device) {
-  const std::string name = options.spec.substr(0, options.spec.find(':'));
+  const std::string name(name_of_spec(options.spec));
   const auto entry = std::find_if(entries().begin(), entries().end(), [&](const Entry& e) { return e.name == name; });
   if (entry == entries().end())
-    throw Error(ErrorKind::usage, fmt::format("model is '{}'; known are {}", name, names()), "model");
-  const Values values = read_values(*entry, options.spec);
+    throw Error(ErrorKind::usage, fmt::format("model is '{}'; known are {}", shown(name), names()), "model");
+  const Values values{parse_spec("model", options.spec, entry->parameters)};
   expect_fit(*entry, task);
   if (!(options.dropout >= 0 && options.dropout < 1))
     throw Error(ErrorKind::usage, fmt::format("dropout is {}; allowed is a number from 0 to below 1", options.dropout),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The optimiser that all workers run at the mean gradient: SGD with momentum, Adam or AdamW over the tensors of a model.
+// The optimizer that all workers run with the mean gradient: SGD with momentum, Adam or AdamW over a model's tensors.
 //
 // The arithmetic is ours (optim/adam.h) and not torch's, because workers must end a step with the same bits. torch's
 // square root goes to a vector library that looks for its processor at the first call, without a lock, and answers with

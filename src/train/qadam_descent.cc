@@ -4,12 +4,11 @@
 #include <fmt/format.h>
 #include <torch/autograd.h>
 
-#include <chrono>
 #include <cmath>
 
+#include "core/clock.h"
 #include "gradwire/error.h"
 #include "optim/qadam.h"
-#include "train/clock.h"
 #include "train/descent.h"
 #include "train/optimizer.h"
 
@@ -17,7 +16,7 @@ namespace gradwire::train {
 namespace {
 
 constexpr const char* kTaken = "qadam.taken";
-constexpr uint64_t kBufferSteps = 50;  // between two times that buffers are sent
+constexpr uint64_t kBufferSteps = 50;  // between two sendings of the buffers
 
 template <class T>
 std::vector<T*> pointers(const std::vector<torch::Tensor>& tensors) {
@@ -64,88 +63,88 @@ class QAdamDescent final : public Descent {
     return step;
   }
 
-  void begin(const Now& now) override { now_ = now; }
+  void begin(const StepInfo& info) override { info_ = info; }
 
-  void exchange(const std::function<Report()>& report) override {
+  StepResult finish(const std::function<Report()>& report, const Measure&) override {
     torch::NoGradGuard no_grad;
-    const std::vector<torch::Tensor> gradients = gradients_of(parameters_);
-    for (const torch::Tensor& gradient : gradients) GW_CHECK(gradient.defined() && gradient.is_contiguous());
-    const double norm = norm_of(gradients);
-    const bool finite = std::isfinite(norm / now_.loss_scale);
-    if (finite) {
-      if (const double factor = factor_of(norm, clip_, now_.loss_scale); factor != 1)
-        torch::_foreach_mul_(gradients, factor);
-      if (weight_decay_ > 0) torch::_foreach_add_(gradients, parameters_, weight_decay_);
-      qadam_.step(now_.rate, pointers<const float>(gradients), pointers<float>(own_));
-    }
-    if (qadam_.pools(now_.step)) {
-      qadam_.pool([&](std::span<float* const> second) { timed([&] { updates_->pool(now_.step, second); }); });
-      if (finite) qadam_.again(now_.rate, pointers<float>(own_));
-    }
-    const Report told = report();
+    const bool finite = compute_update();
+    const Report reported = report();
     for (size_t i = 0; i < own_.size(); ++i)
       if (own_[i].is_cuda()) host_[i].copy_(own_[i]);
+    StepResult result;
     timed([&] {
-      taken_ = finite ? updates_->exchange(now_.step, pointers<const float>(host_), pointers<float>(weights_), told)
-                      : updates_->skip(now_.step, pointers<float>(weights_), told);
+      result = updates_->exchange(info_.step, finite ? pointers<const float>(host_) : std::vector<const float*>{},
+                                  pointers<float>(weights_), reported);
     });
-    // Left out: by all, or by this worker alone while others took the step.
-    if (taken_.applied) take_weights();
-    taken_.applied = taken_.applied && finite;
-    if (updates_->leads() && ++led_ % kBufferSteps == 1) send_buffers();
+    if (result.applied) take_weights();
+    // A step may be skipped by all workers, or by this worker alone while the others took it.
+    result.applied = result.applied && finite;
+    if (updates_->membership().leads && led_++ % kBufferSteps == 0) send_buffers();
+    return result;
   }
 
-  const std::vector<torch::Tensor>& exact_means() const override { return exact_; }
-  Taken apply() override { return taken_; }
+  ExchangeStats stats() const override {
+    ExchangeStats stats = updates_->stats();
+    stats.waited = waited_;
+    return stats;
+  }
 
-  double bits() const override { return updates_->bits(); }
-  uint64_t bytes_sent() const override { return updates_->bytes_sent(); }
-  ReduceTimes times() const override { return updates_->times(); }
-  ReduceMemory memory() const override { return updates_->memory(); }
-  std::vector<Exchange::Learned> learned() const override { return {}; }
-  size_t buckets() const override { return 1; }
-
-  TensorMap shared_state() override {
-    TensorMap all;
+  DescentState state() override {
+    DescentState all{.shared = {},
+                     .own = {{kTaken, torch::full({1}, static_cast<int64_t>(qadam_.taken), torch::kInt64)}}};
     size_t i = 0;
     for (const std::span<float> values : updates_->held())
-      all[fmt::format("exact.{}", names_[i++])] =
+      all.shared[fmt::format("exact.{}", names_[i++])] =
           torch::from_blob(values.data(), {static_cast<int64_t>(values.size())}, torch::kFloat32);
-    return all;
-  }
-  TensorMap own_state() override {
-    TensorMap all{{kTaken, torch::full({1}, static_cast<int64_t>(qadam_.taken), torch::kInt64)}};
     for (const QAdam::Moment moment : qadam_.moments())
-      for (size_t i = 0; i < names_.size(); ++i) {
-        const std::vector<float> values = qadam_.read(moment, i);
-        all[name_of(moment, i)] = torch::tensor(values);
+      for (size_t k = 0; k < names_.size(); ++k) {
+        const std::vector<float> values = qadam_.read(moment, k);
+        all.own[name_of(moment, k)] = torch::tensor(values);
       }
     return all;
   }
-  void restore(const TensorMap&, const TensorMap& own) override {
+  void restore(const DescentState& state) override {
     for (const QAdam::Moment moment : qadam_.moments())
       for (size_t i = 0; i < names_.size(); ++i) {
-        const torch::Tensor& values = own.at(name_of(moment, i));
+        const torch::Tensor& values = state.own.at(name_of(moment, i));
         qadam_.write(moment, i, {values.data_ptr<float>(), static_cast<size_t>(values.numel())});
       }
-    qadam_.taken = static_cast<uint64_t>(own.at(kTaken).item<int64_t>());
+    qadam_.taken = static_cast<uint64_t>(state.own.at(kTaken).item<int64_t>());
   }
-  void save_residuals(size_t, const std::string& path) const override { updates_->save(path); }
-  void load_residuals(size_t, const std::string& path) override { updates_->load(path); }
+  std::vector<ErrorFeedback*> residuals() override {
+    ErrorFeedback* const own = updates_->residuals();
+    return own ? std::vector<ErrorFeedback*>{own} : std::vector<ErrorFeedback*>{};
+  }
 
-  std::optional<uint32_t> seat() const override { return updates_->seat(); }
-  bool leads() const override { return updates_->leads(); }
+  Membership membership() const override { return updates_->membership(); }
   nlohmann::json end() override {
-    if (updates_->leads()) send_buffers();
+    if (updates_->membership().leads) send_buffers();
     return updates_->end();
   }
 
  private:
+  // This worker's update, from its gradient. Returns false, and leaves the moments as they are, if it is not finite.
+  bool compute_update() {
+    const std::vector<torch::Tensor> gradients = gradients_of(parameters_);
+    for (const torch::Tensor& gradient : gradients) GW_CHECK(gradient.defined() && gradient.is_contiguous());
+    const double norm = norm_of(gradients);
+    const bool finite = std::isfinite(norm / info_.loss_scale);
+    if (finite) {
+      if (const double factor = factor_of(norm, clip_, info_.loss_scale); factor != 1)
+        torch::_foreach_mul_(gradients, factor);
+      if (weight_decay_ > 0) torch::_foreach_add_(gradients, parameters_, weight_decay_);
+      qadam_.step(info_.rate, pointers<const float>(gradients), pointers<float>(own_));
+    }
+    if (qadam_.pools(info_.step)) {
+      qadam_.pool([&](std::span<float* const> second) { timed([&] { updates_->pool(info_.step, second); }); });
+      if (finite) qadam_.again(info_.rate, pointers<float>(own_));
+    }
+    return finite;
+  }
   template <class F>
   void timed(F&& work) {
-    const double before = wall_seconds();
+    const ScopedTimer timer(waited_);
     work();
-    waited_ += wall_seconds() - before;
   }
   void send_buffers() {
     if (buffers_.empty()) return;
@@ -163,16 +162,14 @@ class QAdamDescent final : public Descent {
   }
 
   std::unique_ptr<Updates> updates_;
-  double clip_, weight_decay_;
+  double clip_, weight_decay_, waited_ = 0;
   QAdam qadam_;
   std::vector<torch::Tensor> parameters_, own_;  // own_: this worker's updates
   std::vector<torch::Tensor> host_, weights_;    // updates and weights on the host: the same memory on the CPU
   std::vector<torch::Tensor> buffers_;
-  uint64_t led_ = 0;  // steps in which this worker kept the buffers
+  uint64_t led_ = 0;  // steps in which this worker owned the buffers
   std::vector<std::string> names_;
-  const std::vector<torch::Tensor> exact_;
-  Now now_;
-  Taken taken_;
+  StepInfo info_;
 };
 
 }  // namespace

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A whole run: its workers as threads of this process, or this process as one worker among those of an engine. No torch
-// in this header.
+// A whole run: its workers are threads of this process, or this process is one of the ranks of an engine. This header
+// does not need torch.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,8 @@
 
 namespace gradwire::train {
 
-// What happens, as it happens, on rank 0: {"event": "start" | "step" | "layers" | "epoch" | "saved" | "end", ...}.
+// Called on rank 0 with every event of the run:
+// {"event": "start" | "step" | "layers" | "epoch" | "saved" | "end", ...}.
 using Listener = std::function<void(const nlohmann::json& event)>;
 
 struct Job {
@@ -21,11 +22,11 @@ struct Job {
   const Settings& settings;
   const Places& places;
   Listener listener;              // may be empty
-  const std::atomic<bool>& stop;  // somebody pressed Ctrl-C
+  const std::atomic<bool>& stop;  // set by Ctrl-C: the run saves and ends
 };
 
-// Throws before anything is trained where the settings cannot be, on this machine or at all. The record is rank 0's
-// (docs/training.md), null on other ranks. `engine`: null for workers as threads.
+// Throws before the training begins if the settings are refused, in general or on this machine. Returns the record of
+// the run (docs/training.md) on rank 0, and null on the other ranks. Without an engine the workers are threads.
 nlohmann::json run(const Job& job, Engine* engine = nullptr);
 
 }  // namespace gradwire::train

@@ -44,26 +44,22 @@ void ServerUpdates::tell(uint64_t step, const Report& report) {
   client_.report(text);
 }
 
-Taken ServerUpdates::exchange(uint64_t step, std::span<const float* const> updates, std::span<float* const> weights,
-                              const Report& report) {
+StepResult ServerUpdates::exchange(uint64_t step, std::span<const float* const> updates,
+                                   std::span<float* const> weights, const Report& report) {
   tell(step, report);
-  // A worker that has just come may watch for some steps, while its moments get warm.
-  if (taken_++ < warm_steps_) return {.next = client_.skip(weights), .applied = true};
-  return {.next = client_.exchange(updates, weights), .applied = true};
-}
-
-Taken ServerUpdates::skip(uint64_t step, std::span<float* const> weights, const Report& report) {
-  tell(step, report);
-  return {.next = client_.skip(weights), .applied = true};
+  // A worker that has just joined may send nothing for some steps, while its moments warm up.
+  const bool sends = !updates.empty() && taken_++ >= warm_steps_;
+  return {.next = sends ? client_.exchange(updates, weights) : client_.skip(weights), .applied = true};
 }
 
 void ServerUpdates::pool(uint64_t, std::span<float* const> second) { client_.pool(second); }
 
-void ServerUpdates::save(const std::string&) const {
-  throw Error(ErrorKind::usage, "with a server, checkpoints are the server's (gradwire serve --checkpoint)",
-              "checkpoint");
+ExchangeStats ServerUpdates::stats() const {
+  return {.bits = client_.bits(),
+          .bytes_sent = client_.counts().messages_up,
+          .times = client_.times(),
+          .memory = client_.memory()};
 }
-void ServerUpdates::load(const std::string& path) { save(path); }
 
 nlohmann::json ServerUpdates::end() {
   const bool confirmed = client_.leave(kLeaveSeconds);

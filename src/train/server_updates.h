@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Updates that go to a parameter server, from one worker of as many as there happen to be. No torch, no gRPC here.
+// Updates that go to a parameter server, from one worker of a changing number of workers. The server keeps the weights
+// and the checkpoints. This file needs neither torch nor gRPC.
 #pragma once
 
 #include <memory>
@@ -18,22 +19,11 @@ class ServerUpdates final : public Updates {
                 std::vector<server::Variable> buffers);
 
   uint64_t begin(std::span<float* const> weights) override;
-  Taken exchange(uint64_t step, std::span<const float* const> updates, std::span<float* const> weights,
-                 const Report& report) override;
-  Taken skip(uint64_t step, std::span<float* const> weights, const Report& report) override;
+  StepResult exchange(uint64_t step, std::span<const float* const> updates, std::span<float* const> weights,
+                      const Report& report) override;
   void pool(uint64_t step, std::span<float* const> second) override;
-
-  double bits() const override { return client_.bits(); }
-  uint64_t bytes_sent() const override { return client_.counts().messages_up; }
-  ReduceTimes times() const override { return client_.times(); }
-  ReduceMemory memory() const override { return client_.memory(); }
-
-  std::vector<std::span<float>> held() override { return {}; }
-  void save(const std::string& path) const override;
-  void load(const std::string& path) override;
-
-  std::optional<uint32_t> seat() const override { return client_.slot(); }
-  bool leads() const override { return client_.owns_buffers(); }
+  ExchangeStats stats() const override;
+  Membership membership() const override { return {.rank = client_.slot(), .leads = client_.owns_buffers()}; }
   void send_buffers(std::span<const float* const> buffers) override { client_.send_buffers(buffers); }
   bool take_buffers(std::span<float* const> buffers) override { return client_.take_buffers(buffers); }
   nlohmann::json end() override;

@@ -6,7 +6,6 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
-#include <time.h>
 #include <torch/autograd.h>
 #include <torch/nn/functional/loss.h>
 
@@ -14,17 +13,11 @@
 #include <cmath>
 
 #include "core/bits.h"
+#include "core/clock.h"
 #include "gradwire/error.h"
-#include "train/clock.h"
 
 namespace gradwire::train {
 namespace {
-
-double thread_seconds() {
-  timespec now{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
 
 // The model computes in half precision inside this scope.
 class Autocast {
@@ -114,13 +107,13 @@ nlohmann::json Worker::train() {
   while (step_ < total_ && !stopping_) {
     const uint64_t before = step_;
     step();
-    const std::vector<Pulse> all = control_.gather(pulse());
+    const std::vector<StepStats> all = control_.gather(step_stats());
     if (job_.places.check) {
       std::vector<uint64_t> hashes;
-      for (const Pulse& one : all) hashes.push_back(one.weights);
+      for (const StepStats& one : all) hashes.push_back(one.weights);
       compare_weights(hashes);
     }
-    stopping_ = std::any_of(all.begin(), all.end(), [](const Pulse& one) { return one.stop; });
+    stopping_ = std::any_of(all.begin(), all.end(), [](const StepStats& one) { return one.stop; });
     tell_step(all);
     const bool epoch_ends = step_ / per_epoch != before / per_epoch || step_ >= total_;
     if (epoch_ends) end_epoch();
@@ -149,7 +142,7 @@ void Worker::step() {
   const uint64_t meter = job_.places.meter_every > 0 ? job_.places.meter_every : batches_.steps_per_epoch();
   const bool metered = settings_.optimizer != "qadam" &&
                        ((step_ + 1) % meter == 0 || (job_.places.meter_every == 0 && step_ + 1 == total_));
-  const double wall = wall_seconds(), processor = thread_seconds(), waited = seconds_.wait;
+  const double wall = clock_seconds(), processor = clock_seconds(TimerClock::thread_cpu), waited = seconds_.wait;
 
   for (torch::Tensor& parameter : model_->parameters()) parameter.mutable_grad().reset();
   std::vector<Score> scores;  // read when the GPU has nothing left to do
@@ -162,33 +155,34 @@ void Worker::step() {
     if (pass + 1 == settings_.accumulate) descent_->begin({step_, rate, scale_.value, metered});
     (score.loss * (scale_.value / settings_.accumulate)).backward();
   }
-  descent_->exchange([&] {
+  const auto report = [&] {
     Sums mine;
     for (const Score& score : scores) add(mine, score);
     sums_ += mine;
     return Report{.loss = mine.mean_loss(), .samples = mine.labels, .rate = rate};
-  });
-  seconds_.wait = descent_->waited();
-  if (!descent_->exact_means().empty()) measure_layers(descent_->exact_means());
-  const Taken taken = descent_->apply();
-  if (taken.applied) {
+  };
+  const StepResult result =
+      descent_->finish(report, [&](const std::vector<torch::Tensor>& exact) { measure_layers(exact); });
+  if (result.applied) {
     scale_.fine();
   } else {
     scale_.overflowed();
     ++skipped_;
   }
 
-  // Of a worker that is one thread its processor time tells what it would take on a core of its own, however many share
-  // this machine.
+  // The processor time of a worker that is one thread is what the step would take on a core of its own, however many
+  // workers share this machine.
   const bool own_thread = device_.is_cpu() && at::get_num_threads() == 1;
-  const double passed = wall_seconds() - wall;
+  const ExchangeStats stats = descent_->stats();
+  const double passed = clock_seconds() - wall;
+  seconds_.wait = stats.waited;
   seconds_.wall += passed;
-  seconds_.compute += own_thread ? thread_seconds() - processor : passed - (seconds_.wait - waited);
-  seconds_.codec = descent_->times();
-  const double bits = descent_->bits();
-  bits_sum_ += bits;
-  if (bits_.empty() || bits_.back()[1] != bits || step_ + 1 == total_) bits_.push_back({step_, bits});
-  step_ = taken.next;
+  seconds_.compute +=
+      own_thread ? clock_seconds(TimerClock::thread_cpu) - processor : passed - (seconds_.wait - waited);
+  seconds_.codec = stats.times;
+  bits_sum_ += stats.bits;
+  if (bits_.empty() || bits_.back()[1] != stats.bits || step_ + 1 == total_) bits_.push_back({step_, stats.bits});
+  step_ = result.next;
 }
 
 Worker::Score Worker::score_of(const Batch& batch) {
@@ -229,7 +223,7 @@ void Worker::measure_layers(const std::vector<torch::Tensor>& exact) {
   tell(event);
 }
 
-// The test samples are dealt over the workers; all use the buffers of rank 0.
+// The test samples are divided among the workers; all of them use the buffers of rank 0.
 std::pair<double, double> Worker::evaluate() {
   torch::NoGradGuard no_grad;
   std::vector<torch::Tensor> own;
@@ -251,12 +245,13 @@ std::pair<double, double> Worker::evaluate() {
 }
 
 void Worker::end_epoch() {
-  const auto [test_loss, test_accuracy] = descent_->leads() ? evaluate() : std::pair<double, double>(NAN, NAN);
+  const auto [test_loss, test_accuracy] =
+      descent_->membership().leads ? evaluate() : std::pair<double, double>(NAN, NAN);
   Sums trained;
   Seconds spent;
   double bytes = 0;
-  const std::vector<Pulse> all = control_.gather(pulse());
-  for (const Pulse& one : all) {
+  const std::vector<StepStats> all = control_.gather(step_stats());
+  for (const StepStats& one : all) {
     trained += one.sums;
     spent += one.seconds;
     bytes += static_cast<double>(one.bytes_sent);
@@ -271,7 +266,7 @@ void Worker::end_epoch() {
                      {"test_loss", number(test_loss)},
                      {"test_accuracy", number(test_accuracy)},
                      {"bytes_sent", bytes / workers},
-                     {"bits", job_.places.server ? descent_->bits() : bits_sum_ / static_cast<double>(steps)},
+                     {"bits", job_.places.server ? descent_->stats().bits : bits_sum_ / static_cast<double>(steps)},
                      {"seconds",
                       {{"wall", spent.wall / workers},
                        {"compute", spent.compute / workers},

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One worker of a run: the training loop, top to bottom, in worker.cc; what it keeps and tells, in worker_state.cc. All
-// workers start from the same weights, see their own samples, exchange gradients or updates, and take the same steps:
-// their weights are bit-identical at every step.
+// One worker of a run. worker.cc is the training loop, from top to bottom; worker_state.cc has checkpoints, events and
+// the record of the run. All workers start from the same weights, see their own samples, exchange gradients or updates,
+// and take the same steps, so their weights are bit-identical after every step.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -21,7 +21,7 @@
 
 namespace gradwire::train {
 
-// What is not finite in a step is answered by leaving the step out; with fp16 also by a smaller loss scale.
+// A step with a value that is not finite is skipped; with fp16 the loss scale is then reduced as well.
 struct LossScale {
   double value = 1;
   uint64_t good = 0;  // steps since it last changed
@@ -36,7 +36,7 @@ nlohmann::json number(double value);  // null if it is not finite
 class Worker {
  public:
   Worker(Engine& engine, const Job& job);
-  // Trains to the end, or until somebody stops it. Returns the record of the run (docs/training.md), on every rank.
+  // Trains to the end, or until it is stopped. Returns the record of the run (docs/training.md), on every rank.
   nlohmann::json train();
 
  private:
@@ -56,8 +56,8 @@ class Worker {
     ReduceTimes codec;
     Seconds& operator+=(const Seconds& other);
   };
-  // What workers tell each other after each step.
-  struct Pulse {
+  // What workers send to each other after each step.
+  struct StepStats {
     Sums sums;
     Seconds seconds;
     uint64_t bytes_sent, weights;
@@ -71,11 +71,11 @@ class Worker {
   std::pair<double, double> evaluate();  // loss, accuracy
   void end_epoch();
   void begin_or_resume();
-  void take_seat();
+  void take_rank();
   void save();
   nlohmann::json record() const;
   nlohmann::json learned() const;
-  Pulse pulse() const;
+  StepStats step_stats() const;
   uint64_t weights_hash() const;
   void compare_weights(const std::vector<uint64_t>& hashes) const;
   uint64_t elements() const;  // of all parameters
@@ -83,7 +83,7 @@ class Worker {
   TensorMap buffers() const;
   Device codec_device() const;
   void tell(nlohmann::json event) const;
-  void tell_step(const std::vector<Pulse>& all);
+  void tell_step(const std::vector<StepStats>& all);
 
   Engine& engine_;
   Job job_;
@@ -97,7 +97,7 @@ class Worker {
   std::unique_ptr<Descent> descent_;
   std::unique_ptr<Checkpoints> checkpoints_;
 
-  int rank_ = 0;        // whose samples these are
+  int rank_ = 0;        // decides which samples are this worker's
   uint64_t total_ = 0;  // steps
   uint64_t step_ = 0;   // that comes next
   uint64_t skipped_ = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a worker keeps and tells: the start or the restart of a run, checkpoints, events, the record at the end.
+// A worker's checkpoints, its events, and the record at the end: see worker.h.
 #include <fmt/format.h>
 #include <xxhash.h>
 
@@ -22,7 +22,7 @@ double number_of(const nlohmann::json& value) { return value.is_null() ? NAN : v
 
 }  // namespace
 
-// JSON knows no NaN.
+// JSON has no NaN.
 nlohmann::json number(double value) { return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json(nullptr); }
 
 Worker::Sums& Worker::Sums::operator+=(const Sums& other) {
@@ -47,12 +47,12 @@ Worker::Seconds& Worker::Seconds::operator+=(const Seconds& other) {
   return *this;
 }
 
-Worker::Pulse Worker::pulse() const {
+Worker::StepStats Worker::step_stats() const {
   Seconds all = seconds_before_;
   all += seconds_;
   return {.sums = sums_,
           .seconds = all,
-          .bytes_sent = descent_->bytes_sent() + sent_before_,
+          .bytes_sent = descent_->stats().bytes_sent + sent_before_,
           .weights = job_.places.check ? weights_hash() : 0,
           .stop = job_.stop.load()};
 }
@@ -74,11 +74,11 @@ void Worker::compare_weights(const std::vector<uint64_t>& hashes) const {
                   static_cast<int>(rank));
 }
 
-// Among workers that come and go the server says which samples are whose.
-void Worker::take_seat() {
-  if (const std::optional<uint32_t> seat = descent_->seat()) {
-    rank_ = static_cast<int>(*seat);
-    batches_.take_seat(*seat);
+// The rank of a worker that joins a server comes from the server.
+void Worker::take_rank() {
+  if (const std::optional<uint32_t> rank = descent_->membership().rank) {
+    rank_ = static_cast<int>(*rank);
+    batches_.take_rank(*rank);
   }
 }
 
@@ -99,9 +99,9 @@ void Worker::begin_or_resume() {
                     fmt::format("{} was saved with {} = {}; this run has {}: resume with the same settings",
                                 job_.places.checkpoint, name, then.value(name, nlohmann::json()).dump(), value.dump()),
                     name);
-    const TensorMap shared = descent_->shared_state(), own = descent_->own_state();
-    checkpoints_->load(*newest, joined(parameters(), shared), joined(buffers(), own), *descent_);
-    descent_->restore(shared, own);
+    const DescentState kept = descent_->state();
+    checkpoints_->load(*newest, joined(parameters(), kept.shared), joined(buffers(), kept.own), *descent_);
+    descent_->restore(kept);
     step_ = saved_.emplace(*newest);
     for (const nlohmann::json& one : state.at("workers")) {
       told_.loss += number_of(one.at("loss"));
@@ -120,13 +120,13 @@ void Worker::begin_or_resume() {
     layers_ = state.at("layers");
   } else {
     step_ = descent_->start();
-    take_seat();
+    take_rank();
   }
   compare_weights(control_.gather(weights_hash()));
   nlohmann::json event = settings_;
   event["event"] = "start";
   event["parameters"] = elements();
-  event["buckets"] = descent_->buckets();
+  event["buckets"] = descent_->stats().buckets;
   event["total_steps"] = total_;
   event["steps_per_epoch"] = batches_.steps_per_epoch();
   event["first_step"] = step_;
@@ -137,7 +137,7 @@ void Worker::begin_or_resume() {
 void Worker::save() {
   if (!checkpoints_ || saved_ == step_) return;
   nlohmann::json workers = nlohmann::json::array();
-  for (const Pulse& one : control_.gather(pulse()))
+  for (const StepStats& one : control_.gather(step_stats()))
     workers.push_back({{"loss", number(one.sums.loss)},
                        {"labels", one.sums.labels},
                        {"right", one.sums.right},
@@ -152,8 +152,8 @@ void Worker::save() {
                                 {"loss_scale", scale_.value}, {"good_steps", scale_.good},
                                 {"bits_sum", bits_sum_},      {"epochs", epochs_},
                                 {"bits_over_time", bits_},    {"layers", layers_}};
-  checkpoints_->save(step_, state, joined(parameters(), descent_->shared_state()),
-                     joined(buffers(), descent_->own_state()), *descent_);
+  const DescentState kept = descent_->state();
+  checkpoints_->save(step_, state, joined(parameters(), kept.shared), joined(buffers(), kept.own), *descent_);
   saved_ = step_;
   tell({{"event", "saved"}, {"step", step_}, {"directory", job_.places.checkpoint}});
 }
@@ -196,7 +196,7 @@ nlohmann::json Worker::learned() const {
 }
 
 nlohmann::json Worker::record() const {
-  const ReduceMemory held = descent_->memory();
+  const ReduceMemory held = descent_->stats().memory;
   return {{"version", 1},
           {"codec", settings_.up() + settings_.extras()},
           {"canonical", Rules::parse(settings_.up()).str() + settings_.extras()},
@@ -232,11 +232,11 @@ void Worker::tell(nlohmann::json event) const {
   if (control_.rank() == 0 && job_.listener) job_.listener(event);
 }
 
-void Worker::tell_step(const std::vector<Pulse>& all) {
+void Worker::tell_step(const std::vector<StepStats>& all) {
   if (control_.rank() != 0 || !job_.listener) return;
   Sums sums;
   double bytes = 0;
-  for (const Pulse& one : all) {
+  for (const StepStats& one : all) {
     sums += one.sums;
     bytes += static_cast<double>(one.bytes_sent);
   }

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-import train_fixture as lab
+import train_fixture as fixture
 from train_fixture import INTERRUPTED, IO, USAGE, Live, call, refuse
 
 CODECS = ["--codec", "fp32", "--codec", "topk:ratio=0.05"]
@@ -18,7 +18,7 @@ BOTH = ["--collective", "gather", "--collective", "scatter"]
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    return lab.make_idx(tmp_path_factory.mktemp("data") / "idx")
+    return fixture.make_idx(tmp_path_factory.mktemp("data") / "idx")
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_codecs_seeds_and_collectives_are_run_paired_and_written_down(tmp_path, 
 
 def test_a_run_of_compare_is_the_run_of_train(tmp_path, small):
     compare(tmp_path, *small, "--codec", "topk:ratio=0.05", "--seed", 5)
-    alone = lab.train(*small, "--codec", "topk:ratio=0.05", "--seed", 5)
+    alone = fixture.train(*small, "--codec", "topk:ratio=0.05", "--seed", 5)
     record, = records(tmp_path).values()
     assert record["weights"] == alone.weights
     assert record["epochs"][-1]["test_loss"] == alone.end["epochs"][-1]["test_loss"]
@@ -181,7 +181,7 @@ def test_a_run_that_diverges_is_part_of_the_report(tmp_path, small):
 
 def test_machines_read_json_lines(tmp_path, small):
     out, errors = call("compare", *small, *CODECS, "--out", tmp_path, "--json")
-    events = [json.loads(line, parse_constant=lab.refuse_constant) for line in out.splitlines()]
+    events = [json.loads(line, parse_constant=fixture.refuse_constant) for line in out.splitlines()]
     assert errors == ""
     assert [event["codec"] for event in events if event["event"] == "start"] == ["fp32", "topk:ratio=0.05"]
     assert [event["event"] for event in events].count("end") == 2

@@ -295,12 +295,12 @@ TEST(Models, WrongSpecsAreRefusedByName) {
   const Task task = images(1, 28);
   refused({.spec = "alexnet"}, task, "model", {"'alexnet'", "mlp, cnn, resnet20"});
   refused({.spec = ""}, task, "model", {"''"});
-  refused({.spec = "mlp:"}, task, "model", {"no parameter ''"});
+  refused({.spec = "mlp:"}, task, "model", {"'mlp:'", "colon"});
   refused({.spec = "mlp:width"}, task, "width", {"no value", "1 to 65536"});
   refused({.spec = "mlp:width=0"}, task, "width", {"'0'", "1 to 65536"});
   refused({.spec = "mlp:width=5x"}, task, "width", {"'5x'"});
   refused({.spec = "mlp:width=5,width=6"}, task, "width", {"twice"});
-  refused({.spec = "mlp:width=5,"}, task, "model", {"no parameter ''"});
+  refused({.spec = "mlp:width=5,"}, task, "model", {"'mlp:'", "colon"});
   refused({.spec = "mlp:hidden=5"}, task, "hidden", {"'hidden'", "width, depth"});
   refused({.spec = "resnet20:width=5"}, task, "width", {"takes none"});
   refused({.spec = "gpt:width=10,heads=4"}, language(), "heads", {"heads is 4", "10"});

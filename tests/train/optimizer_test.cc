@@ -32,10 +32,10 @@ std::unique_ptr<torch::optim::Optimizer> torch_optimizer(const Settings& s, cons
     return std::make_unique<torch::optim::SGD>(
         weights, torch::optim::SGDOptions(kLearningRate).momentum(s.momentum).weight_decay(s.weight_decay));
   if (s.optimizer == "adam")
-    return std::make_unique<torch::optim::Adam>(
-        weights, torch::optim::AdamOptions(kLearningRate).weight_decay(s.weight_decay));
-  return std::make_unique<torch::optim::AdamW>(
-      weights, torch::optim::AdamWOptions(kLearningRate).weight_decay(s.weight_decay));
+    return std::make_unique<torch::optim::Adam>(weights,
+                                                torch::optim::AdamOptions(kLearningRate).weight_decay(s.weight_decay));
+  return std::make_unique<torch::optim::AdamW>(weights,
+                                               torch::optim::AdamWOptions(kLearningRate).weight_decay(s.weight_decay));
 }
 
 std::vector<Settings> all_settings() {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import train_fixture as lab
+import train_fixture as fixture
 import train_reference as reference
 from train_fixture import USAGE, Live, refuse, train
 
@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    return lab.make_idx(tmp_path_factory.mktemp("data") / "idx", train=512, test=128)
+    return fixture.make_idx(tmp_path_factory.mktemp("data") / "idx", train=512, test=128)
 
 
 @pytest.fixture
@@ -79,8 +79,8 @@ def test_weights_are_on_the_grid_that_was_asked_for(tmp_path, small, bits):
 def test_one_worker_without_compression_follows_adam(tmp_path, data, more, send):
     settings = reference.Settings(**{**dict(steps=40, epochs=3, batch=16, optimizer="adam", rate=0.003,
                                             weight_decay=0), **more})
-    pixels, labels = lab.images(512, (28, 28), 10, 1)
-    tests = lab.images(128, (28, 28), 10, 2)
+    pixels, labels = fixture.images(512, (28, 28), 10, 1)
+    tests = fixture.images(128, (28, 28), 10, 2)
     samples = reference.Data(pixels[:, None], labels, tests[0][:, None], tests[1], [0.286], [0.353])
     arguments = ["--data", data, "--model", "mlp:width=24,depth=3", "--workers", 1, "--threads", 1, "--codec", "fp32"]
     path = tmp_path / "first.pt"
@@ -105,11 +105,12 @@ def test_one_worker_without_compression_follows_adam(tmp_path, data, more, send)
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
 @pytest.mark.parametrize("way", ["as it comes", "updates down", "shared moments"])
 def test_processes_end_with_the_weights_of_threads(small, way):
-    if not json.loads(lab.call("doctor", "--json")[0].splitlines()[0])["mpi_built"]:
+    if not json.loads(fixture.call("doctor", "--json")[0].splitlines()[0])["mpi_built"]:
         pytest.skip("built without MPI")
     arguments = [*small, *WAYS[way], "--steps", 20]
     threads = train(*arguments)
-    processes = train(*arguments, "--engine", "mpi", launcher=["mpirun", "-n", "2"], environment=lab.MPI_ENVIRONMENT)
+    processes = train(*arguments, "--engine", "mpi", launcher=["mpirun", "-n", "2"],
+                      environment=fixture.MPI_ENVIRONMENT)
     assert processes.learned == threads.learned and processes.end["engine"] == "mpi"
 
 
@@ -161,5 +162,5 @@ def test_what_cannot_be_is_refused_by_name(data, arguments, expected):
 
 
 def test_people_are_told_both_codecs(small):
-    out, _ = lab.call("train", *small, "--steps", 2)
+    out, _ = fixture.call("train", *small, "--steps", 2)
     assert "qadam with loggrid:k=2 up, unigrid:bits=8 down" in out.splitlines()[0]

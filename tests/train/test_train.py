@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import shutil
+import stat
 import struct
 import subprocess
 import termios
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-import train_fixture as lab
+import train_fixture as fixture
 import train_reference as reference
 from train_fixture import BAD_INPUT, IO, UNSUPPORTED, USAGE, refuse, train
 
@@ -26,12 +27,12 @@ torch.set_num_threads(1)  # sums in another order would be other sums
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    lab.make_idx(folder / "idx")
-    lab.make_idx(folder / "zipped", train=64, test=16, zipped=True)
-    lab.make_cifar(folder / "cifar10")
-    lab.make_cifar(folder / "cifar100", classes=100)
-    lab.make_ag_news(folder / "ag-news")
-    lab.make_text(folder / "text.txt")
+    fixture.make_idx(folder / "idx")
+    fixture.make_idx(folder / "zipped", train=64, test=16, zipped=True)
+    fixture.make_cifar(folder / "cifar10")
+    fixture.make_cifar(folder / "cifar100", classes=100)
+    fixture.make_ag_news(folder / "ag-news")
+    fixture.make_text(folder / "text.txt")
     return folder
 
 
@@ -45,16 +46,16 @@ def small(data):
 
 
 def idx_data(limit):
-    pixels, labels = lab.images(256, (28, 28), 10, 1)
-    test_pixels, test_labels = lab.images(64, (28, 28), 10, 2)
+    pixels, labels = fixture.images(256, (28, 28), 10, 1)
+    test_pixels, test_labels = fixture.images(64, (28, 28), 10, 2)
     cut = slice(limit)
     return reference.Data(pixels[cut, None], labels[cut], test_pixels[cut, None], test_labels[cut], [0.286], [0.353])
 
 
 def cifar_data():
-    parts = [lab.images(16, (3, 32, 32), 10, batch) for batch in range(1, 6)]
+    parts = [fixture.images(16, (3, 32, 32), 10, batch) for batch in range(1, 6)]
     pixels, labels = (np.concatenate(part) for part in zip(*parts))
-    return reference.Data(pixels, labels, *lab.images(20, (3, 32, 32), 10, 9), [0.4914, 0.4822, 0.4465],
+    return reference.Data(pixels, labels, *fixture.images(20, (3, 32, 32), 10, 9), [0.4914, 0.4822, 0.4465],
                           [0.2470, 0.2435, 0.2616], augment=True)
 
 
@@ -112,7 +113,7 @@ def test_a_residual_network_follows_pytorch_with_batch_statistics_crops_and_mirr
 
 
 def registered():
-    out, _ = lab.call("codecs", "--json")
+    out, _ = fixture.call("codecs", "--json")
     return [json.loads(line)["codec"] for line in out.splitlines()]
 
 
@@ -157,11 +158,12 @@ def test_measuring_and_checking_change_nothing(small):
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
 @pytest.mark.parametrize("codec", ["qsgd:bits=4", "casq:bits=2"])
 def test_processes_train_like_threads(small, codec):
-    if not json.loads(lab.call("doctor", "--json")[0].splitlines()[0])["mpi_built"]:
+    if not json.loads(fixture.call("doctor", "--json")[0].splitlines()[0])["mpi_built"]:
         pytest.skip("this build has no MPI")
     arguments = [*small, "--threads", 1, "--codec", codec, "--check"]
     threads = train(*arguments)
-    processes = train(*arguments, "--engine", "mpi", launcher=["mpirun", "-n", "2"], environment=lab.MPI_ENVIRONMENT)
+    processes = train(*arguments, "--engine", "mpi", launcher=["mpirun", "-n", "2"],
+                      environment=fixture.MPI_ENVIRONMENT)
     assert threads.learned == processes.learned
     assert (threads.end["engine"], processes.end["engine"]) == ("loopback", "mpi")
 
@@ -169,9 +171,9 @@ def test_processes_train_like_threads(small, codec):
 def test_an_error_of_mpi_processes_is_said_once_and_ends_all(small):
     if shutil.which("mpirun") is None:
         pytest.skip("no mpirun")
-    command = ["mpirun", "-n", "2", lab.PROGRAM, "train", *lab.words(small), "--engine", "mpi", "--limit", "9"]
+    command = ["mpirun", "-n", "2", fixture.PROGRAM, "train", *fixture.words(small), "--engine", "mpi", "--limit", "9"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          env={**os.environ, **lab.MPI_ENVIRONMENT}, timeout=lab.SECONDS)
+                          env={**os.environ, **fixture.MPI_ENVIRONMENT}, timeout=fixture.SECONDS)
     assert done.returncode in (USAGE, UNSUPPORTED) and done.stderr.count("gradwire: error:") == 1
 
 
@@ -248,7 +250,7 @@ def test_memory_beyond_the_gradients_is_bounded(data, codec, collective):
 
 
 def test_people_read_a_header_a_row_an_epoch_and_where_time_and_memory_went(small):
-    out, errors = lab.call("train", *small, "--codec", "optquant:bits=3,refit=4")
+    out, errors = fixture.call("train", *small, "--codec", "optquant:bits=3,refit=4")
     assert errors == "" and "\r" not in out and "\033" not in out
     lines = out.splitlines()
     assert lines[0] == ("fashion-mnist, mlp:width=16,depth=1 with 12,730 parameters, 2 workers x 16 samples, cpu, "
@@ -301,7 +303,7 @@ def terminal(arguments, columns=None):
     master, slave = pty.openpty()
     if columns:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    process = subprocess.Popen([lab.PROGRAM, *lab.words(arguments)], stdout=subprocess.DEVNULL, stderr=slave)
+    process = subprocess.Popen([fixture.PROGRAM, *fixture.words(arguments)], stdout=subprocess.DEVNULL, stderr=slave)
     os.close(slave)
     shown = b""
     while True:
@@ -313,7 +315,7 @@ def terminal(arguments, columns=None):
             break
         shown += part
     os.close(master)
-    assert process.wait(lab.SECONDS) == 0
+    assert process.wait(fixture.SECONDS) == 0
     return shown.decode()
 
 
@@ -331,8 +333,8 @@ def test_a_terminal_has_a_progress_line_that_goes_away(data):
 def test_an_output_that_is_full_ends_the_run(small):
     for more in [], ["--json"]:
         with open("/dev/full", "w") as full:
-            done = subprocess.run([lab.PROGRAM, "train", *lab.words(small), *more], stdout=full, stderr=subprocess.PIPE,
-                                  text=True, timeout=lab.SECONDS)
+            done = subprocess.run([fixture.PROGRAM, "train", *fixture.words(small), *more], stdout=full,
+                                  stderr=subprocess.PIPE, text=True, timeout=fixture.SECONDS)
         assert done.returncode == IO and "standard output" in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -389,7 +391,7 @@ def test_what_cannot_be_is_refused(data, code, expected, arguments):
 
 
 def test_cuda_is_refused_where_there_is_none(small):
-    if json.loads(lab.call("doctor", "--json")[0].splitlines()[0]).get("cuda_devices"):
+    if json.loads(fixture.call("doctor", "--json")[0].splitlines()[0]).get("cuda_devices"):
         pytest.skip("there is one")
     refuse(UNSUPPORTED, ["cuda", "doctor"], *small, "--device", "cuda")
 
@@ -402,7 +404,7 @@ def test_cuda_is_refused_where_there_is_none(small):
     ("t10k-images-idx3-ubyte", None, IO, "not there"),
 ])
 def test_damaged_data_is_refused_with_the_files_name(tmp_path, name, change, code, expected):
-    path = lab.make_idx(tmp_path / "idx", train=20, test=10) / name
+    path = fixture.make_idx(tmp_path / "idx", train=20, test=10) / name
     if change:
         path.write_bytes(change(path.read_bytes()))
     else:
@@ -414,6 +416,15 @@ def test_an_export_that_cannot_be_written_is_refused_before_training(tmp_path, s
     for place in tmp_path / "nowhere" / "weights.pt", tmp_path:
         assert refuse(IO, str(place), *small, "--export", place) == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_never_takes_the_place_of_what_is_not_a_file(tmp_path, small):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert refuse(IO, [str(pipe), "not a regular file"], *small, "--export", pipe) == ""
+    assert refuse(IO, ["/dev/null", "not a regular file"], *small, "--export", "/dev/null") == ""
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    assert list(tmp_path.iterdir()) == [pipe]
 
 
 def test_an_export_replaces_the_file_only_when_training_has_ended(tmp_path, small):
@@ -439,4 +450,4 @@ def test_a_run_that_diverges_leaves_steps_out_and_ends(tmp_path, small, codec):
     assert 0 < run.end["skipped_steps"] < 16 and run.end["finished"]
     assert run.of("step")[-1]["step_loss"] is None or run.of("step")[-1]["step_loss"] > 1e10
     assert all(value.isfinite().all() for value in torch.load(tmp_path / "weights.pt").values())
-    lab.call("train", *small, "--rate", 1e6, "--codec", codec)  # people get the same without an accident
+    fixture.call("train", *small, "--rate", 1e6, "--codec", codec)  # people get the same without an accident

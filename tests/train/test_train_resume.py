@@ -10,16 +10,16 @@ import subprocess
 
 import pytest
 
-import train_fixture as lab
+import train_fixture as fixture
 from train_fixture import BAD_INPUT, INTERRUPTED, IO, USAGE, Live, call, refuse, train
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    lab.make_idx(folder / "idx")
-    lab.make_cifar(folder / "cifar10", train=40, test=10)
-    lab.make_text(folder / "text.txt", characters=3000)
+    fixture.make_idx(folder / "idx")
+    fixture.make_cifar(folder / "cifar10", train=40, test=10)
+    fixture.make_text(folder / "text.txt", characters=3000)
     return folder
 
 
@@ -133,7 +133,7 @@ def test_processes_go_on_where_threads_stopped(tmp_path, small):
     with Live(*saved) as live:
         live.until_step(8)
         live.kill()
-    resumed = train(*saved, "--engine", "mpi", launcher=["mpirun", "-n", "2"], environment=lab.MPI_ENVIRONMENT)
+    resumed = train(*saved, "--engine", "mpi", launcher=["mpirun", "-n", "2"], environment=fixture.MPI_ENVIRONMENT)
     assert resumed.of("start")[0]["first_step"] > 0 and resumed.learned == whole.learned
 
 
@@ -151,7 +151,7 @@ def test_a_stopped_run_saves_and_goes_on(tmp_path, small, number):
         live.process.send_signal(number)
         live.process.send_signal(number)  # a terminal and a launcher may both send it
         code, out, errors = live.rest()
-    stopped = lab.Run(code, out, errors)
+    stopped = fixture.Run(code, out, errors)
     assert code == INTERRUPTED and errors == ""
     last = stopped.of("step")[-1]["step"]
     assert 20 <= last < 320 and steps_in(tmp_path / "saved")[-1] == last and not stopped.end["finished"]
@@ -257,8 +257,8 @@ def test_every_damaged_file_of_a_checkpoint_is_refused_by_name(saved, how):
         good = (newest / name).read_bytes()
         damage(newest / name, how)
         before = content(folder)
-        done = subprocess.run([lab.PROGRAM, "train", *lab.words(arguments), "--resume"], stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True, timeout=lab.SECONDS)
+        done = subprocess.run([fixture.PROGRAM, "train", *fixture.words(arguments), "--resume"], stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True, timeout=fixture.SECONDS)
         assert done.returncode in (BAD_INPUT, IO), f"{name} {how}: {done.returncode} {done.stderr}"
         assert done.stderr.count("\n") == 1 and "step-000000032/" in done.stderr, done.stderr
         # A digit of a hash in the manifest may be what is wrong with any file.

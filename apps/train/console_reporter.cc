@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a run says of itself, to people and to machines: see training.h.
+// See console_reporter.h.
+#include "train/console_reporter.h"
+
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 
-#include "train/training.h"
+#include "core/clock.h"
 
 namespace gradwire::app {
 namespace {
 
 constexpr size_t kLayersShown = 16;
-
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 std::string loss(const nlohmann::json& value) {
   return value.is_null() ? "not a number" : fmt::format("{:.4f}", value.get<double>());
@@ -53,15 +52,15 @@ void print_server(const nlohmann::json& server) {
       human_bytes(server["messages_up"].get<double>()), human_bytes(server["messages_down"].get<double>()),
       server["applied"].get<uint64_t>(), server["late"].get<uint64_t>(), server["replayed"].get<uint64_t>(),
       server["reconnects"].get<uint64_t>(),
-      server["confirmed"].get<bool>() ? "left in order: what was owed is with the server"
-                                      : "left, but the server has not confirmed that it has what was owed"));
+      server["confirmed"].get<bool>() ? "left in order: the residuals are with the server"
+                                      : "left, but the server has not confirmed that it has the residuals"));
 }
 
 }  // namespace
 
-Narrator::Narrator(bool json) : json_(json) {}
+ConsoleReporter::ConsoleReporter(bool json) : json_(json) {}
 
-void Narrator::listen(const nlohmann::json& event) {
+void ConsoleReporter::listen(const nlohmann::json& event) {
   const std::string kind = event["event"];
   if (json_) return print(event.dump() + "\n");
   if (kind == "start") start(event);
@@ -69,7 +68,7 @@ void Narrator::listen(const nlohmann::json& event) {
   if (kind == "epoch") epoch(event);
 }
 
-void Narrator::start(const nlohmann::json& event) {
+void ConsoleReporter::start(const nlohmann::json& event) {
   epochs_ = event["epochs"];
   const std::string codec = event["codec"], down = event["down"], collective = event["collective"];
   const std::string way = event["optimizer"] != "qadam" ? fmt::format("{} by {}", codec, collective)
@@ -86,16 +85,16 @@ void Narrator::start(const nlohmann::json& event) {
   for (const auto& done : event["epochs_done"]) epoch(done);
 }
 
-void Narrator::step(const nlohmann::json& event) {
-  if (now() - last_shown_ < 0.1) return;
-  last_shown_ = now();
+void ConsoleReporter::step(const nlohmann::json& event) {
+  if (clock_seconds() - last_shown_ < 0.1) return;
+  last_shown_ = clock_seconds();
   progress_.show(fmt::format(
       "{}epoch {}/{}, loss {}, accuracy {}, {:.3g} bits/element, {} sent, {:.0f} samples/s, {} left", prefix_,
       event["epoch"].get<int>(), epochs_, loss(event["loss"]), percent(event["accuracy"]), event["bits"].get<double>(),
       human_bytes(event["bytes_sent"]), event["samples_per_second"].get<double>(), clock(event["seconds_left"])));
 }
 
-void Narrator::epoch(const nlohmann::json& event) {
+void ConsoleReporter::epoch(const nlohmann::json& event) {
   progress_.clear();
   const std::string skipped = event.value("skipped_steps", 0) > 0
                                   ? fmt::format("   {} steps left out (not finite)", event["skipped_steps"].get<int>())
@@ -107,7 +106,7 @@ void Narrator::epoch(const nlohmann::json& event) {
   std::fflush(stdout);
 }
 
-void Narrator::print_result(const nlohmann::json& record) {
+void ConsoleReporter::print_result(const nlohmann::json& record) {
   if (record["epochs"].empty()) return;
   const nlohmann::json& seconds = record["epochs"].back()["seconds"];
   const auto spent = [&](const char* part) { return human_seconds(seconds[part].get<double>()); };
