@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `gradwire encode`: a file of floats becomes a frame, which is a message of one tensor. The input is a .npy file, whose
-// type and shape the frame keeps, or raw floats of the type --dtype.
+// `gradwire encode`: a file of floats becomes a frame, which is a message of one tensor. The input is a .npy file, of
+// which the frame keeps the type and the shape, or raw floats of the type --dtype.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>

@@ -341,6 +341,19 @@ def test_max_elements_is_checked_before_memory_is_taken(frame):
     run("decode", "--max-elements", 5000, "g.gw", "back.npy")
 
 
+@pytest.mark.parametrize("count", [2**40 + 1, 2**62, 2**64 - 1])
+def test_counts_beyond_every_message_are_malformed_whatever_the_limit(folder, monkeypatch, count):
+    monkeypatch.syspath_prepend(GOLDEN.parent)
+    from malformed_frames import golden, put, reseal
+
+    message = bytearray(golden("fp32_1"))
+    put("row", 8, "Q", count)(message)
+    Path("bad.gw").write_bytes(reseal(bytes(message)))
+    for limit in [], ["--max-elements", 2**64 - 1]:
+        refuse(BAD_INPUT, ["tensor[0].count", count], "decode", *limit, "bad.gw", "back.npy")
+    assert os.listdir() == ["bad.gw"]
+
+
 def test_cuda_is_refused_clearly_where_there_is_none(frame):
     if rows("doctor")[0]["cuda_devices"] > 0:
         run("encode", "--codec", "qsgd:bits=4", "--seed", 1, "--step", 7, "--name", "layer.weight", "--device", "cuda",
