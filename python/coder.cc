@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ModelCoder and BucketCoder: the coding of what gradwire.torch sends. Python knows them as RelayModel and Relay. Threads
-// follow the rules of gradwire/coder.h.
+// ModelCoder and BucketCoder: the coding of what gradwire.torch sends. Threads follow the rules of gradwire/coder.h.
 #include "gradwire/coder.h"
 
 #include <fmt/format.h>
@@ -105,13 +104,13 @@ void restore(ModelCoder& model, const SharedFeedback& from) {
 }
 
 void bind_model(py::module_& module) {
-  py::class_<ModelCoder>(module, "RelayModel",
+  py::class_<ModelCoder>(module, "ModelCoder",
                          "All tensors of a model: residuals by name, what codecs learn, the step.")
       .def(py::init(&make_model), py::arg("tensors"), py::kw_only(), py::arg("kind") = "all_reduce",
            py::arg("method") = "scatter", py::arg("up"), py::arg("down") = "", py::arg("feedback") = "codec",
            py::arg("owner_feedback") = "on", py::arg("residual") = "f32", py::arg("seed") = 0, py::arg("rank") = 0,
            py::arg("world") = 1, py::arg("device") = Device{})
-      .def("terms", &ModelCoder::handshake, "What must be alike on all ranks, as (field, text).")
+      .def("handshake", &ModelCoder::handshake, "What must be equal on all ranks, as (field, text).")
       .def(
           "begin",
           [](ModelCoder& m, uint64_t step, float loss_scale, double rate, bool exact) {
@@ -120,19 +119,19 @@ void bind_model(py::module_& module) {
           py::arg("step"), py::kw_only(), py::arg("loss_scale") = 1.0f, py::arg("rate") = 0.0, py::arg("exact") = false,
           Unlocked())
       .def(
-          "look",
+          "check_finite",
           [](ModelCoder& m, Address values, size_t count) {
             m.check_finite({reinterpret_cast<float*>(values), count});
           },
           py::arg("values"), py::arg("count"), Unlocked(),
           "f32 values that must be finite too, or the open step changes nothing.")
       .def("end", &ModelCoder::end, Unlocked(), "Commits the step, unless a result was not finite.")
-      .def("give_up", &ModelCoder::abandon, Unlocked(), "The open step changes nothing.")
-      .def("evidence", &stats, "What the last step taught this rank, or None.")
-      .def("learn", &learn, py::arg("all_ranks"), "The evidence of all ranks, one after the other.")
-      .def("divisible", &ModelCoder::divisible, py::arg("tensor"), "Whether it may travel in parts.")
-      .def("exempt", &ModelCoder::exempt, py::arg("tensor"), "From the next step on this tensor goes as fp32.")
-      .def("codecs", &codecs, py::arg("side"), "(spec, bytes) of every tensor in the step.")
+      .def("abandon", &ModelCoder::abandon, Unlocked(), "The open step changes nothing.")
+      .def("stats", &stats, "What the last step taught this rank, or None.")
+      .def("learn", &learn, py::arg("all_ranks"), "The statistics of all ranks, one after the other.")
+      .def("divisible", &ModelCoder::divisible, py::arg("tensor"), "Whether it may be sent in parts.")
+      .def("exempt", &ModelCoder::exempt, py::arg("tensor"), "From the next step on this tensor is sent as fp32.")
+      .def("codecs", &codecs, py::arg("direction"), "(codec, bytes) of every tensor in the step.")
       .def("skipped", &ModelCoder::skipped, Unlocked(), "Steps whose results were not finite.")
       .def(
           "hash", [](ModelCoder& m) { return m.feedback().hash(); }, Unlocked(),
@@ -144,9 +143,9 @@ void bind_model(py::module_& module) {
       .def("restore", &restore, py::arg("state"), Unlocked());
 }
 
-void bind_relays(py::module_& module) {
-  py::class_<BucketCoder>(module, "Relay",
-                          "Some tensors of a RelayModel, coded together; buffers hold a slot per rank.")
+void bind_buckets(py::module_& module) {
+  py::class_<BucketCoder>(module, "BucketCoder",
+                          "Some tensors of a ModelCoder, coded together; buffers hold a slot per rank.")
       .def(py::init([](ModelCoder& model, const std::vector<size_t>& tensors, const Device& device, uint64_t part,
                        uint64_t parts) { return std::make_unique<BucketCoder>(model, tensors, device, part, parts); }),
            py::arg("model"), py::arg("tensors"), py::arg("device"), py::arg("part") = 0, py::arg("parts") = 1,
@@ -194,5 +193,5 @@ void bind_relays(py::module_& module) {
 
 void bind_relay(pybind11::module_& module) {
   gradwire::python::bind_model(module);
-  gradwire::python::bind_relays(module);
+  gradwire::python::bind_buckets(module);
 }

@@ -85,7 +85,7 @@ void set_residual(SharedFeedback& shared, const std::string& side, const std::st
   shared.feedback.set_residual(parse_side(side), name, first, flat);
 }
 
-py::dict notes(const SharedFeedback& shared) {
+py::dict extra(const SharedFeedback& shared) {
   std::map<std::string, std::vector<std::byte>> kept;
   {
     const py::gil_scoped_release unlocked;
@@ -93,13 +93,13 @@ py::dict notes(const SharedFeedback& shared) {
     kept = shared.feedback.extras();
   }
   py::dict result;
-  for (const auto& [name, note] : kept)
-    result[py::str(name)] = py::bytes(reinterpret_cast<const char*>(note.data()), note.size());
+  for (const auto& [name, bytes] : kept)
+    result[py::str(name)] = py::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   return result;
 }
 
-void set_note(SharedFeedback& shared, const std::string& name, const py::bytes& note) {
-  const std::string bytes = note;
+void set_extra(SharedFeedback& shared, const std::string& name, const py::bytes& extra) {
+  const std::string bytes = extra;
   const py::gil_scoped_release unlocked;
   const std::lock_guard lock(shared.mutex);
   shared.feedback.set_extra(name, std::as_bytes(std::span(bytes)));
@@ -125,7 +125,7 @@ auto locked(Result (ErrorFeedback::*method)(Arguments...) const) {
 
 Direction parse_side(const std::string& side) {
   if (side != "up" && side != "down")
-    throw Error(ErrorKind::usage, fmt::format("side is '{}'; allowed are up and down", side), "side");
+    throw Error(ErrorKind::usage, fmt::format("direction is '{}'; allowed are up and down", side), "direction");
   return side == "up" ? Direction::up : Direction::down;
 }
 
@@ -134,7 +134,7 @@ void bind_feedback(py::module_& module) {
       .def(py::init(&make_device), py::arg("kind") = "cpu", py::arg("threads") = 1, py::arg("simd") = "",
            py::arg("index") = 0, py::arg("stream") = 0);
 
-  py::class_<SharedFeedback>(module, "ErrorFeedback", "What is still owed, by tensor name.")
+  py::class_<SharedFeedback>(module, "ErrorFeedback", "Residuals by tensor name.")
       .def(py::init([](const std::string& dtype, const Device& device) {
              return std::make_unique<SharedFeedback>(ErrorFeedback(parse_dtype(dtype), device));
            }),
@@ -145,7 +145,7 @@ void bind_feedback(py::module_& module) {
             const std::lock_guard lock(shared.mutex);
             shared.feedback.add(parse_side(side), name, count, first);
           },
-          py::arg("side"), py::arg("name"), py::arg("count"), py::arg("first"), Unlocked())
+          py::arg("direction"), py::arg("name"), py::arg("count"), py::arg("first"), Unlocked())
       .def("commit", locked(&ErrorFeedback::commit), py::arg("step"), Unlocked())
       .def("rollback", locked(&ErrorFeedback::rollback), py::arg("step"), Unlocked())
       .def(
@@ -157,11 +157,11 @@ void bind_feedback(py::module_& module) {
           py::arg("path"), Unlocked())
       .def_static("load", &load, py::arg("path"), py::arg("device"), Unlocked())
       .def_static("redistribute", &redistribute, py::arg("ranks"), py::arg("world"), Unlocked())
-      .def("residual", &residual, py::arg("side"), py::arg("name"), py::arg("first"))
+      .def("residual", &residual, py::arg("direction"), py::arg("name"), py::arg("first"))
       .def("entries", &entries, Unlocked())
-      .def("set_residual", &set_residual, py::arg("side"), py::arg("name"), py::arg("first"), py::arg("values"))
-      .def("notes", &notes)
-      .def("set_note", &set_note, py::arg("name"), py::arg("note"))
+      .def("set_residual", &set_residual, py::arg("direction"), py::arg("name"), py::arg("first"), py::arg("values"))
+      .def("extra", &extra)
+      .def("set_extra", &set_extra, py::arg("name"), py::arg("extra"))
       .def("hash", locked(&ErrorFeedback::hash), Unlocked())
       .def("bytes", locked(&ErrorFeedback::bytes), Unlocked());
 }

@@ -86,7 +86,7 @@ void bind_runner(py::module_& module) {
   py::class_<SharedRunner>(module, "Runner", "A plan at work on a device.")
       .def(py::init<std::shared_ptr<Plan>, const Device&>(), py::arg("plan"), py::arg("device"), Unlocked())
       .def("encode", &SharedRunner::encode, py::arg("tensors"), py::arg("stamp"), py::arg("message"), py::arg("nbytes"),
-           py::arg("feedback") = nullptr, py::arg("side") = "up", py::arg("loss_scale") = 1.0f, Unlocked())
+           py::arg("feedback") = nullptr, py::arg("direction") = "up", py::arg("loss_scale") = 1.0f, Unlocked())
       .def("decode", &SharedRunner::decode, py::arg("message"), py::arg("nbytes"), py::arg("tensors"),
            py::arg("add") = false, py::arg("expected") = py::none(), py::arg("wait") = true, Unlocked())
       .def("wait", &SharedRunner::wait, Unlocked());

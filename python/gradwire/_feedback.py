@@ -124,7 +124,7 @@ class ErrorFeedback:
     @property
     def extra(self) -> Dict[str, bytes]:
         """What else is saved with the residuals: what codecs have learned."""
-        return self.core.notes()
+        return self.core.extra()
 
     @property
     def nbytes(self) -> int:

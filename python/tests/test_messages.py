@@ -289,7 +289,7 @@ def test_a_file_that_is_missing_or_damaged(tmp_path):
         gradwire.ErrorFeedback.load(tmp_path / "w")
     with pytest.raises(gradwire.UsageError, match="f16"):
         gradwire.ErrorFeedback("float16")
-    with pytest.raises(gradwire.UsageError, match="(side|direction) is 'left'; allowed"):
+    with pytest.raises(gradwire.UsageError, match="direction is 'left'; allowed"):
         feedback.add("x", 1, direction="left")
     with pytest.raises(gradwire.UsageError):
         feedback.residual("unknown")

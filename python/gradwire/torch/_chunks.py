@@ -21,7 +21,7 @@ SLOW, FINE_CHUNK, CHUNK = 1.2e7, 1 << 19, 1 << 20
 ChunkKey = tuple[tuple[int, ...], int, int]  # tensors; which chunk of how many, if it is a part of a single tensor
 
 
-def split(tensors: tuple[int, ...], counts: list[int], model: "_core.RelayModel", elements: int) -> list[ChunkKey]:
+def split(tensors: tuple[int, ...], counts: list[int], model: "_core.ModelCoder", elements: int) -> list[ChunkKey]:
     """The chunks of a bucket, of about so many elements each. 0: the bucket stays whole, as on CUDA streams, where
     DDP's buckets are small enough, and large enough to be worth their kernel launches."""
     if elements == 0:

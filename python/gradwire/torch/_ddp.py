@@ -178,7 +178,7 @@ class DdpHook(Hook):
         self._world = dist.get_world_size(self._group)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         feedback = given["feedback"]
-        self._model = _core.RelayModel(
+        self._model = _core.ModelCoder(
             [(name, p.numel(), DTYPES[p.dtype], p.dim()) for name, p in named.items()],
             method=given.get("method", "scatter"),
             up=self.codec,
@@ -205,7 +205,7 @@ class DdpHook(Hook):
         return f"<DdpHook '{self.codec}' for {size}, on {self._world} ranks, at step {self.step}{removed}>"
 
     def _handshake(self) -> Handshake:
-        terms = list(self._model.terms())
+        terms = list(self._model.handshake())
         terms += [(name, str(self._options[name])) for name in ("warmup", "measure_every", "guard")]
         terms.append(("device", self._device.type))
         return terms + [("strides", f"{name}: {tuple(p.stride())}") for name, p in zip(self._names, self._parameters)]
@@ -306,7 +306,7 @@ class DdpHook(Hook):
             for chunk in used:
                 chunk.precede(self._stream)
         self._model.end()
-        stats = self._model.evidence()
+        stats = self._model.stats()
         if stats is not None:
             self._model.learn(self._transport.gather_bytes(stats))
         sent = sum(chunk.sent for chunk in used)

@@ -209,7 +209,7 @@ class FsdpHook(Hook):
             if any(unit_coder.keeps for unit_coder in coders):
                 self._gradients.all_reduce(self._flag, self._group)
                 for unit_coder in coders:
-                    unit_coder.model.look(self._flag.data_ptr(), 1)
+                    unit_coder.model.check_finite(self._flag.data_ptr(), 1)
             for unit_coder in coders:
                 unit_coder.model.end()
             self._flag.zero_()
@@ -225,7 +225,7 @@ class FsdpHook(Hook):
 
     def _learn(self, coders: Sequence[UnitCoder]) -> None:
         for unit_coder in coders:
-            stats = unit_coder.model.evidence()
+            stats = unit_coder.model.stats()
             if stats is not None:
                 unit_coder.model.learn(self._gradients.gather_bytes(stats, unit_coder.group))
 

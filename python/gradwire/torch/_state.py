@@ -68,7 +68,7 @@ def save(hook: "DdpHook", gather: str | None) -> State:
         "world": hook._world,
         "codec": hook.codec,
         "exempt": [hook._names[tensor] for tensor in hook._meters.exempt],
-        "learned": byte_tensors(feedback.notes()),
+        "learned": byte_tensors(feedback.extra()),
         "ranks": ranks,
     }
     if gather == "merged":
@@ -210,8 +210,8 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
         _check(part, current)
         feedback = feedback_of(part, dtype)
         for name, values in whole["learned"].items():
-            if name in current.notes():
-                feedback.set_note(name, bytes_of(values))
+            if name in current.extra():
+                feedback.set_extra(name, bytes_of(values))
         unknown = [name for name in whole["exempt"] if name not in hook._names]
         if unknown:
             raise UsageError(

@@ -63,20 +63,20 @@ class CodingTask:
     codes."""
 
     def __init__(
-        self, model: "_core.RelayModel", tensors: list[int], transport: Transport, device: torch.device, threads: int,
+        self, model: "_core.ModelCoder", tensors: list[int], transport: Transport, device: torch.device, threads: int,
         times: Times, chunk: int = 0, chunks: int = 1,
     ) -> None:  # fmt: skip
         self.transport, self.device, self.times = transport, device, times
         self.tensors = tensors
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._make = lambda: _core.Relay(model, tensors, core_device(device, self.stream, threads), chunk, chunks)
-        self._coder: "_core.Relay | None" = None
+        self._make = lambda: _core.BucketCoder(model, tensors, core_device(device, self.stream, threads), chunk, chunks)
+        self._coder: "_core.BucketCoder | None" = None
         self.buffers = Buffers()
         self.through_host = device.type == "cuda" and not transport.on_streams
         self.sent = 0  # bytes to other ranks, in the last step
 
     @property
-    def coder(self) -> "_core.Relay":
+    def coder(self) -> "_core.BucketCoder":
         """It is made when it is first used, in the thread that begins steps, because it reads the codecs of the open
         step."""
         if self._coder is None:

@@ -143,13 +143,13 @@ class UnitCoder:
             )
         self.unit, self.group, self.count, self.dtype = unit, group, count, dtype
         world = group.size()
-        self.model = _core.RelayModel(
+        self.model = _core.ModelCoder(
             [(f"{unit}/{p}", count, DTYPES[dtype], 2) for p in range(world)],
             up=f"*={codec}", owner_feedback="off", rank=group.rank(), world=world, device=channel.core_device(),
             **options,
         )  # fmt: skip
         self.keeps = codec.learns or options.get("feedback") == "on"
-        self.coder = _core.Relay(self.model, list(range(world)), channel.core_device())
+        self.coder = _core.BucketCoder(self.model, list(range(world)), channel.core_device())
 
     def shards(self, flat: torch.Tensor) -> list[int]:
         return [flat.data_ptr() + p * self.count * flat.element_size() for p in range(self.group.size())]
@@ -170,9 +170,9 @@ class UnitCoder:
         current = self.model.state()
         mine = {name: residuals[name] for _, name, _, _ in current.entries()}
         feedback = _state.feedback_of({"up": mine, "down": {}}, "f32")
-        for name in current.notes():
+        for name in current.extra():
             if f"{self.unit}:{name}" in learned:
-                feedback.set_note(name, _state.bytes_of(learned[f"{self.unit}:{name}"]))
+                feedback.set_extra(name, _state.bytes_of(learned[f"{self.unit}:{name}"]))
         self.model.restore(feedback)
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -181,7 +181,7 @@ class UnitCoder:
         residuals = {
             name: torch.from_numpy(now.residual(direction, name, first)) for direction, name, first, _ in now.entries()
         }
-        learned = _state.byte_tensors({f"{self.unit}:{name}": extra for name, extra in now.notes().items()})
+        learned = _state.byte_tensors({f"{self.unit}:{name}": extra for name, extra in now.extra().items()})
         return residuals, learned
 
 
