@@ -37,6 +37,8 @@ foreach(python IN LISTS candidates)
   endif()
   add_library(gradwire_torch INTERFACE)
   target_include_directories(gradwire_torch SYSTEM INTERFACE ${torch_home}/include ${torch_home}/include/torch/csrc/api/include)
+  # Torch brings the headers of its own fmt, which come first, and no library of it.
+  target_compile_definitions(gradwire_torch INTERFACE FMT_HEADER_ONLY=1)
   target_link_libraries(gradwire_torch INTERFACE ${torch_libraries})
   target_link_options(gradwire_torch INTERFACE -Wl,--allow-shlib-undefined -Wl,-rpath,${torch_home}/lib)
   set(GRADWIRE_HAS_TORCH ON)
