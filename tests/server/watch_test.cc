@@ -227,7 +227,7 @@ TEST(Watch, ATakenPortIsAnErrorThatNamesAddressAndReason) {
     EXPECT_EQ(error.kind(), ErrorKind::io);
     EXPECT_EQ(error.field(), "watch");
     EXPECT_EQ(error.what(),
-              "watch: cannot listen on 127.0.0.1:" + std::to_string(first.port()) + ": HostPort already in use");
+              "watch: cannot listen on 127.0.0.1:" + std::to_string(first.port()) + ": Address already in use");
   }
   EXPECT_EQ(code(request(first.port(), "/healthz")), 200);
 }
