@@ -2,7 +2,8 @@
 # The steps of a day's work, each a thin line over CMakePresets.json. Every target that builds first makes sure that
 # the machine has what it needs (tools/setup.sh, under a second when nothing is missing).
 #
-# Variables: JOBS=n   CUDA=ON|OFF   MPI=OFF   TORCH=OFF   TORCH_PYTHON=python that has torch   PREFIX=/usr/local   FUZZ_SECONDS=n
+# Variables: JOBS=n   CUDA=ON|OFF   MPI=OFF   TORCH=OFF   TORCH_PYTHON=python that has torch   PREFIX=/usr/local
+# FUZZ_SECONDS=n
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help

@@ -43,8 +43,12 @@ from netns import Network, refuse_without_means
 from rows import BENCH, Rows, load_note
 
 WORLD = 4
-RIVALS = [{"name": "none", "kind": "none"}, {"name": "fp32", "kind": "fp32"}, {"name": "fp16", "kind": "fp16"},
-          {"name": "powersgd4", "kind": "powersgd", "rank": 4}]
+RIVALS = [
+    {"name": "none", "kind": "none"},
+    {"name": "fp32", "kind": "fp32"},
+    {"name": "fp16", "kind": "fp16"},
+    {"name": "powersgd4", "kind": "powersgd", "rank": 4},
+]
 
 
 def variant_of(text):
@@ -68,10 +72,25 @@ class Ranks:
         environment = dict(os.environ, GLOO_SOCKET_IFNAME=interface, OMP_NUM_THREADS="1")
         self.processes = []
         for rank in range(WORLD):
-            command = [*prefix(rank), sys.executable, str(BENCH / "ddp_worker.py"), "--rank", str(rank),
-                       "--world", str(WORLD), "--store", f"{self.folder.name}/store", "--first", first,
-                       "--compute-ms", str(options.compute_ms), "--compute-kind", options.compute_kind,
-                       "--timeout", str(options.timeout)]
+            command = [
+                *prefix(rank),
+                sys.executable,
+                str(BENCH / "ddp_worker.py"),
+                "--rank",
+                str(rank),
+                "--world",
+                str(WORLD),
+                "--store",
+                f"{self.folder.name}/store",
+                "--first",
+                first,
+                "--compute-ms",
+                str(options.compute_ms),
+                "--compute-kind",
+                options.compute_kind,
+                "--timeout",
+                str(options.timeout),
+            ]
             # A session of their own: Ctrl-C reaches this script, which ends them.
             self.processes.append(
                 subprocess.Popen(
@@ -182,9 +201,12 @@ def show(turns, title):
         split = " " * 24
         if "split" in last:
             split = "".join(f" {last['split'][part]:>7.3f}" for part in ("encode", "wait", "decode"))
-        print(f"{name:<36} {turns.median(name):>8.4f} {min(seconds.values()):>8.4f} {max(seconds.values()):>8.4f} "
-              f"{ratio:>8.3f} {1 / ratio:>8.2f} "
-              f"{statistics.median(turns.sent[name]) / 1e6:>8.2f} {bits:>6}{split} {len(seconds):>5}", flush=True)
+        print(
+            f"{name:<36} {turns.median(name):>8.4f} {min(seconds.values()):>8.4f} {max(seconds.values()):>8.4f} "
+            f"{ratio:>8.3f} {1 / ratio:>8.2f} "
+            f"{statistics.median(turns.sent[name]) / 1e6:>8.2f} {bits:>6}{split} {len(seconds):>5}",
+            flush=True,
+        )
 
 
 def wanted_speedup(rate, bits):
@@ -335,9 +357,12 @@ def loss(options):
                 result = answers[0]
                 results[variant["name"]].append(result)
                 bits = f"  {result['bits']:.2f} bits" if "bits" in result else ""
-                print(f"seed {seed}  {variant['name']:<36} train loss {result['train_loss']:.4f}  "
-                      f"test loss {result['test_loss']:.4f}  accuracy {result['test_accuracy']:.2f} %  "
-                      f"{result['step_s'] * 1e3:.1f} ms/step{bits}", flush=True)
+                print(
+                    f"seed {seed}  {variant['name']:<36} train loss {result['train_loss']:.4f}  "
+                    f"test loss {result['test_loss']:.4f}  accuracy {result['test_accuracy']:.2f} %  "
+                    f"{result['step_s'] * 1e3:.1f} ms/step{bits}",
+                    flush=True,
+                )
     mean = lambda name, what: statistics.mean(result[what] for result in results[name])
     for name, found in results.items():
         command = made_by(
@@ -368,9 +393,15 @@ def loss(options):
         if name not in ("fp32", "powersgd4"):
             pairs = [mine["train_loss"] / theirs["train_loss"] for mine, theirs in zip(found, results["powersgd4"])]
             bound = "<= 1.02" if found[0]["bits"] <= 1.5 else ""
-            rows.add(command, "train_loss_of_powersgd4", statistics.mean(pairs), "1", bound,
-                     f"paired by seed, {min(pairs):.3f} to {max(pairs):.3f}; 'equal loss' is taken as 2 %; wanted of "
-                     "one codec that is faster at 100 Mb/s too (of_powersgd4 in `links`)")
+            rows.add(
+                command,
+                "train_loss_of_powersgd4",
+                statistics.mean(pairs),
+                "1",
+                bound,
+                f"paired by seed, {min(pairs):.3f} to {max(pairs):.3f}; 'equal loss' is taken as 2 %; wanted of "
+                "one codec that is faster at 100 Mb/s too (of_powersgd4 in `links`)",
+            )
     rows.append(options.dry_run)
 
 

@@ -44,7 +44,12 @@ def resnet18():
     for out, side in ((64, 56), (128, 28), (256, 14), (512, 7)):
         for block in range(2):
             layers += [
-                ((out, width, 3, 3), side), ((out,), 0), ((out,), 0), ((out, out, 3, 3), side), ((out,), 0), ((out,), 0)
+                ((out, width, 3, 3), side),
+                ((out,), 0),
+                ((out,), 0),
+                ((out, out, 3, 3), side),
+                ((out,), 0),
+                ((out,), 0),
             ]
             if block == 0 and out != width:
                 layers += [((out, width, 1, 1), side), ((out,), 0), ((out,), 0)]
@@ -120,15 +125,18 @@ def attach(ddp, variant, start=2):
     """The communication hook of a variant on its DDP; returns gradwire's hook, where it is gradwire's."""
     if variant["kind"] == "fp16":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
         ddp.register_comm_hook(None, fp16_compress_hook)
     elif variant["kind"] == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
         ddp.register_comm_hook(
             PowerSGDState(None, matrix_approximation_rank=variant["rank"], start_powerSGD_iter=max(2, start)),
             powerSGD_hook,
         )
     elif variant["kind"] == "gradwire":
         import gradwire.torch
+
         return gradwire.torch.compress(ddp, variant["codec"], **variant["options"])
     return None
 
@@ -242,9 +250,17 @@ def fashion(part):
 
 def network():
     nn = torch.nn
-    return nn.Sequential(nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU(),
-                         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-                         nn.Flatten(), nn.Linear(32 * 49, 256), nn.ReLU(), nn.Linear(256, 10))
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 5, stride=2, padding=2),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 49, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    )
 
 
 def train(order, rank, world):
@@ -276,9 +292,15 @@ def train(order, rank, world):
             sums += [F.cross_entropy(guess, y[rank::world], reduction="sum"), (guess.argmax(1) == y[rank::world]).sum()]
     sums = torch.tensor([float(one) for one in sums], dtype=torch.float64) / 10000
     dist.all_reduce(sums)
-    return {"train_loss": sums[0].item(), "test_loss": sums[2].item(), "test_accuracy": 100 * sums[3].item(),
-            "step_s": seconds / steps, "last_loss": torch.stack(losses[-50:]).mean().item(),
-            "parameters": sum(p.numel() for p in ddp.parameters()), **told(hook)}
+    return {
+        "train_loss": sums[0].item(),
+        "test_loss": sums[2].item(),
+        "test_accuracy": 100 * sums[3].item(),
+        "step_s": seconds / steps,
+        "last_loss": torch.stack(losses[-50:]).mean().item(),
+        "parameters": sum(p.numel() for p in ddp.parameters()),
+        **told(hook),
+    }
 
 
 def main():
@@ -294,8 +316,13 @@ def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print does not mix with the answers
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{options.store}", rank=options.rank, world_size=options.world,
-                            timeout=datetime.timedelta(seconds=options.timeout))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{options.store}",
+        rank=options.rank,
+        world_size=options.world,
+        timeout=datetime.timedelta(seconds=options.timeout),
+    )
     rank = Rank(options)
     for line in sys.stdin:
         order = json.loads(line)

@@ -19,9 +19,16 @@ from pathlib import Path
 import numpy as np
 
 CODECS = {
-    "qsgd3": "qsgd:bits=3", "terngrad": "terngrad", "casq2": "casq:bits=2", "casq2_paper": "casq:bits=2,mode=paper,budget=0.03125",
-    "optquant3": "optquant:bits=3", "optquant3_biased": "optquant:bits=3,mode=biased", "loggrid2": "loggrid:k=2",
-    "rangefloat8": "rangefloat:bits=8", "fft85": "fft:theta=0.85", "fft85_4096": "fft:theta=0.85,chunk=4096",
+    "qsgd3": "qsgd:bits=3",
+    "terngrad": "terngrad",
+    "casq2": "casq:bits=2",
+    "casq2_paper": "casq:bits=2,mode=paper,budget=0.03125",
+    "optquant3": "optquant:bits=3",
+    "optquant3_biased": "optquant:bits=3,mode=biased",
+    "loggrid2": "loggrid:k=2",
+    "rangefloat8": "rangefloat:bits=8",
+    "fft85": "fft:theta=0.85",
+    "fft85_4096": "fft:theta=0.85,chunk=4096",
 }
 
 
@@ -36,7 +43,11 @@ def measure(program, codec, path, x):
         run(program, "decode", frame, back)
         y = np.load(back).astype(np.float64).ravel()
         head = json.loads(run(program, "inspect", "--json", frame))
-        return 8 * Path(frame).stat().st_size / x.size, float(np.sum((x - y) ** 2) / np.sum(x ** 2)), head["tensors"][0]["table"]
+        return (
+            8 * Path(frame).stat().st_size / x.size,
+            float(np.sum((x - y) ** 2) / np.sum(x**2)),
+            head["tensors"][0]["table"],
+        )
 
 
 def unbiased_error(levels, r, weight):

@@ -42,7 +42,9 @@ class Network:
             self.run(self.bridge, "ip", "link", "add", "br0", "type", "bridge")
             self.run(self.bridge, "ip", "link", "set", "br0", "up")
             for i, name in enumerate(self.names):
-                self.run(self.bridge, "ip", "link", "add", f"p{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
+                self.run(
+                    self.bridge, "ip", "link", "add", f"p{i}", "type", "veth", "peer", "name", "eth0", "netns", name
+                )
                 self.run(self.bridge, "ip", "link", "set", f"p{i}", "master", "br0", "up")
                 self.run(name, "ip", "address", "add", f"{self.address(i)}/24", "dev", "eth0")
                 for device in "lo", "eth0":
@@ -62,7 +64,22 @@ class Network:
         for i, name in enumerate(self.names):
             for where, device in (self.bridge, f"p{i}"), (name, "eth0"):
                 if rate:
-                    self.run(where, "tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
+                    self.run(
+                        where,
+                        "tc",
+                        "qdisc",
+                        "replace",
+                        "dev",
+                        device,
+                        "root",
+                        "tbf",
+                        "rate",
+                        rate,
+                        "burst",
+                        burst,
+                        "latency",
+                        "50ms",
+                    )
                 elif self.shaped:
                     self.run(where, "tc", "qdisc", "delete", "dev", device, "root")
         self.shaped = bool(rate)

@@ -21,18 +21,22 @@ def read_idx(path, torch):
         with opener(path, "rb") as file:
             data = file.read()
     except OSError as error:
-        sys.exit(f"real_gradients.py: {path}: {error.strerror or error}: install dataset-fashion-mnist, or name a folder with --data")
+        sys.exit(
+            f"real_gradients.py: {path}: {error.strerror or error}: install dataset-fashion-mnist, or name a folder with --data"
+        )
     if len(data) < 8 or data[:3] != b"\0\0\x08":
         sys.exit(f"real_gradients.py: {path}: not an idx file of bytes")
-    dimensions = [int.from_bytes(data[4 + 4 * i:8 + 4 * i], "big") for i in range(data[3])]
-    return torch.frombuffer(bytearray(data[4 + 4 * data[3]:]), dtype=torch.uint8).reshape(dimensions)
+    dimensions = [int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(data[3])]
+    return torch.frombuffer(bytearray(data[4 + 4 * data[3] :]), dtype=torch.uint8).reshape(dimensions)
 
 
 def find(folder, name):
     for path in folder / f"{name}.gz", folder / name:
         if path.exists():
             return path
-    sys.exit(f"real_gradients.py: {folder / name}[.gz] is missing: install dataset-fashion-mnist, or name a folder with --data")
+    sys.exit(
+        f"real_gradients.py: {folder / name}[.gz] is missing: install dataset-fashion-mnist, or name a folder with --data"
+    )
 
 
 def main():
@@ -53,8 +57,18 @@ def main():
     torch.set_num_threads(2)
     images = read_idx(find(arguments.data, "train-images-idx3-ubyte"), torch).float().unsqueeze(1) / 255 - 0.5
     labels = read_idx(find(arguments.data, "train-labels-idx1-ubyte"), torch).long()
-    model = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
-                          nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 7 * 7, 256), nn.ReLU(), nn.Linear(256, 10))
+    model = nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 7 * 7, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     order = torch.randperm(len(images))
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -41,9 +41,15 @@ class Metric:
 
 
 def overview():
-    return [Metric("encode_GBps", "GB/s"), Metric("feedback_encode_GBps", "GB/s"), Metric("decode_GBps", "GB/s"),
-            Metric("copy_GBps", "GB/s", note="read + written"), Metric("bits_per_element", "bit"),
-            Metric("ratio", "1"), Metric("error", "1")]
+    return [
+        Metric("encode_GBps", "GB/s"),
+        Metric("feedback_encode_GBps", "GB/s"),
+        Metric("decode_GBps", "GB/s"),
+        Metric("copy_GBps", "GB/s", note="read + written"),
+        Metric("bits_per_element", "bit"),
+        Metric("ratio", "1"),
+        Metric("error", "1"),
+    ]
 
 
 def standard_set(cores, targets, gpu):
@@ -51,58 +57,136 @@ def standard_set(cores, targets, gpu):
     against_memcpy = "of the tensor's memcpy"
     # The target this processor would choose, and AVX2, for which the bounds were set.
     for simd in [""] + [" --simd AVX2"] * ("AVX2" in targets[1:]):
-        yield "cpu", f"bench codec --codec qsgd:bits=4 --elements 16777216 --threads 1{simd}", [
-            Metric("encode_of_copy", "1", ">= 0.65", against_memcpy),
-            Metric("feedback_of_copy", "1", ">= 0.45", against_memcpy),
-            Metric("decode_of_copy", "1", ">= 1.0", against_memcpy),
-            *overview()]
+        yield (
+            "cpu",
+            f"bench codec --codec qsgd:bits=4 --elements 16777216 --threads 1{simd}",
+            [
+                Metric("encode_of_copy", "1", ">= 0.65", against_memcpy),
+                Metric("feedback_of_copy", "1", ">= 0.45", against_memcpy),
+                Metric("decode_of_copy", "1", ">= 1.0", against_memcpy),
+                *overview(),
+            ],
+        )
     for threads in sorted({2, cores} - {1}):
         if threads <= cores:
-            yield "cpu", f"bench threads --codec qsgd:bits=4 --elements 16777216 --threads {threads}", [
-                Metric("scaling_encode", "1", ">= 0.9", "gain over the compute loop's gain"),
-                Metric("scaling_decode", "1", ">= 0.9", "gain over the compute loop's gain"),
-                Metric("scaling_feedback", "1", note="gain over the compute loop's gain"),
-                Metric("compute_scaling", "1"), Metric("gain_copy", "1")]
-    yield "cpu", "bench collective --codec qsgd:bits=4 --engine loopback --world 4 --elements 16777216", [
-        Metric("ratio", "1", ">= 7", "fp32 bytes / bytes sent"), Metric("error", "1"),
-        Metric("time_s", "s"), Metric("fp32_time_s", "s")]
-    yield "cpu", "bench codec --codec qsgd:bits=4 --list resnet50 --threads 1", [
-        Metric("encode_list_over_single", "1"), Metric("decode_list_over_single", "1")]
+            yield (
+                "cpu",
+                f"bench threads --codec qsgd:bits=4 --elements 16777216 --threads {threads}",
+                [
+                    Metric("scaling_encode", "1", ">= 0.9", "gain over the compute loop's gain"),
+                    Metric("scaling_decode", "1", ">= 0.9", "gain over the compute loop's gain"),
+                    Metric("scaling_feedback", "1", note="gain over the compute loop's gain"),
+                    Metric("compute_scaling", "1"),
+                    Metric("gain_copy", "1"),
+                ],
+            )
+    yield (
+        "cpu",
+        "bench collective --codec qsgd:bits=4 --engine loopback --world 4 --elements 16777216",
+        [
+            Metric("ratio", "1", ">= 7", "fp32 bytes / bytes sent"),
+            Metric("error", "1"),
+            Metric("time_s", "s"),
+            Metric("fp32_time_s", "s"),
+        ],
+    )
+    yield (
+        "cpu",
+        "bench codec --codec qsgd:bits=4 --list resnet50 --threads 1",
+        [Metric("encode_list_over_single", "1"), Metric("decode_list_over_single", "1")],
+    )
     yield "cpu", "bench codec --codec all --elements 16777216 --threads 1", overview()
     # The methods: bounds for encoding and decoding, of the tensor's memcpy.
     for codec, encode, decode in (
-            ("optquant:bits=3", 0.40, 0.7), ("loggrid:k=2", 0.55, 0.7), ("unigrid:bits=8", 0.55, 0.7),
-            ("rangefloat:bits=8", 0.55, 0.7), ("casq:bits=2", 0.12, 0.25), ("fft:theta=0.85", 0.20, 0.2)):
+        ("optquant:bits=3", 0.40, 0.7),
+        ("loggrid:k=2", 0.55, 0.7),
+        ("unigrid:bits=8", 0.55, 0.7),
+        ("rangefloat:bits=8", 0.55, 0.7),
+        ("casq:bits=2", 0.12, 0.25),
+        ("fft:theta=0.85", 0.20, 0.2),
+    ):
         for simd in [""] + [" --simd AVX2"] * ("AVX2" in targets[1:]):
-            yield "cpu", f"bench codec --codec {codec} --elements 16777216 --threads 1{simd}", [
-                Metric("encode_of_copy", "1", f">= {encode}", against_memcpy),
-                Metric("feedback_of_copy", "1", note=against_memcpy),
-                Metric("decode_of_copy", "1", f">= {decode}", against_memcpy), *overview()]
+            yield (
+                "cpu",
+                f"bench codec --codec {codec} --elements 16777216 --threads 1{simd}",
+                [
+                    Metric("encode_of_copy", "1", f">= {encode}", against_memcpy),
+                    Metric("feedback_of_copy", "1", note=against_memcpy),
+                    Metric("decode_of_copy", "1", f">= {decode}", against_memcpy),
+                    *overview(),
+                ],
+            )
     if not gpu:
         return
     for bits in 4, 2, 8:
-        yield "cuda", f"bench codec --codec qsgd:bits={bits} --elements 268435456 --device cuda", [
-            Metric("limit_fraction_encode", "1", ">= 0.88"), Metric("limit_fraction_feedback", "1", ">= 0.85"),
-            Metric("limit_fraction_decode", "1", ">= 0.85"), *overview()]
-    yield "cuda", "bench codec --codec qsgd:bits=4 --list resnet50 --device cuda", [
-        Metric("encode_list_over_single", "1", ">= 0.7"), Metric("decode_list_over_single", "1", ">= 0.7"),
-        Metric("feedback_list_over_single", "1")]
-    yield "cuda", "bench codec --codec topk:ratio=0.01 --elements 268435456 --device cuda", [
-        Metric("encode_GBps", "GB/s", ">= 1000"), Metric("feedback_encode_GBps", "GB/s"), Metric("decode_GBps", "GB/s")]
+        yield (
+            "cuda",
+            f"bench codec --codec qsgd:bits={bits} --elements 268435456 --device cuda",
+            [
+                Metric("limit_fraction_encode", "1", ">= 0.88"),
+                Metric("limit_fraction_feedback", "1", ">= 0.85"),
+                Metric("limit_fraction_decode", "1", ">= 0.85"),
+                *overview(),
+            ],
+        )
+    yield (
+        "cuda",
+        "bench codec --codec qsgd:bits=4 --list resnet50 --device cuda",
+        [
+            Metric("encode_list_over_single", "1", ">= 0.7"),
+            Metric("decode_list_over_single", "1", ">= 0.7"),
+            Metric("feedback_list_over_single", "1"),
+        ],
+    )
+    yield (
+        "cuda",
+        "bench codec --codec topk:ratio=0.01 --elements 268435456 --device cuda",
+        [
+            Metric("encode_GBps", "GB/s", ">= 1000"),
+            Metric("feedback_encode_GBps", "GB/s"),
+            Metric("decode_GBps", "GB/s"),
+        ],
+    )
     shares = [Metric(f"limit_fraction_{way}", "1") for way in ("encode", "feedback", "decode")]
-    yield "cuda", "bench codec --codec optquant:bits=3 --elements 268435456 --device cuda", [
-        Metric("encode_GBps", "GB/s", ">= 2800"), Metric("feedback_encode_GBps", "GB/s", ">= 1050"),
-        Metric("decode_GBps", "GB/s"), *shares,
-        Metric("bits_per_element", "bit"), Metric("ratio", "1"), Metric("error", "1")]
+    yield (
+        "cuda",
+        "bench codec --codec optquant:bits=3 --elements 268435456 --device cuda",
+        [
+            Metric("encode_GBps", "GB/s", ">= 2800"),
+            Metric("feedback_encode_GBps", "GB/s", ">= 1050"),
+            Metric("decode_GBps", "GB/s"),
+            *shares,
+            Metric("bits_per_element", "bit"),
+            Metric("ratio", "1"),
+            Metric("error", "1"),
+        ],
+    )
     for codec in "loggrid", "unigrid", "rangefloat":
-        yield "cuda", f"bench codec --codec {codec} --elements 268435456 --device cuda", [
-            Metric("limit_fraction_encode", "1", ">= 0.8"), *shares[1:], *overview()]
-    yield "cuda", "bench codec --codec casq:bits=2 --elements 268435456 --device cuda", [
-        Metric("encode_GBps", "GB/s", ">= 800"), Metric("feedback_encode_GBps", "GB/s"),
-        Metric("decode_GBps", "GB/s"), *shares]
-    yield "cuda", "bench codec --codec fft:theta=0.85 --elements 268435456 --device cuda", [
-        Metric("encode_GBps", "GB/s", ">= 1200"), Metric("feedback_encode_GBps", "GB/s"),
-        Metric("decode_GBps", "GB/s", ">= 1200"), *shares]
+        yield (
+            "cuda",
+            f"bench codec --codec {codec} --elements 268435456 --device cuda",
+            [Metric("limit_fraction_encode", "1", ">= 0.8"), *shares[1:], *overview()],
+        )
+    yield (
+        "cuda",
+        "bench codec --codec casq:bits=2 --elements 268435456 --device cuda",
+        [
+            Metric("encode_GBps", "GB/s", ">= 800"),
+            Metric("feedback_encode_GBps", "GB/s"),
+            Metric("decode_GBps", "GB/s"),
+            *shares,
+        ],
+    )
+    yield (
+        "cuda",
+        "bench codec --codec fft:theta=0.85 --elements 268435456 --device cuda",
+        [
+            Metric("encode_GBps", "GB/s", ">= 1200"),
+            Metric("feedback_encode_GBps", "GB/s"),
+            Metric("decode_GBps", "GB/s", ">= 1200"),
+            *shares,
+        ],
+    )
     yield "cuda", "bench codec --codec all --elements 268435456 --device cuda", overview()
 
 
@@ -120,20 +204,35 @@ def rows_of(device, shown_command, metrics, results, machine):
         for metric in metrics:
             value = float(result[metric.name])
             note = "; ".join(filter(None, [several, metric.note]))
-            yield [date, machine, device, shown_command, metric.name, f"{value:.6g}", metric.unit, metric.target,
-                   metric.met(value), note]
+            yield [
+                date,
+                machine,
+                device,
+                shown_command,
+                metric.name,
+                f"{value:.6g}",
+                metric.unit,
+                metric.target,
+                metric.met(value),
+                note,
+            ]
 
 
 def topk_rows(program, machine):
     """topk against torch.topk, where a Python with torch is at hand (this one, or the one in $TORCH_PYTHON)."""
     python = os.environ.get("TORCH_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import torch"], stderr=subprocess.DEVNULL).returncode != 0:
-        print("record.py: no torch in this Python (set TORCH_PYTHON to one that has it): topk_vs_torch is left out",
-              file=sys.stderr)
+        print(
+            "record.py: no torch in this Python (set TORCH_PYTHON to one that has it): topk_vs_torch is left out",
+            file=sys.stderr,
+        )
         return []
     result = run_json([python, BENCH / "topk_vs_torch.py", "--gradwire", program])
-    metrics = [Metric("speedup", "1", ">= 15", f"torch {result[0]['torch']}, one thread"),
-               Metric("torch_GBps", "GB/s"), Metric("gradwire_GBps", "GB/s")]
+    metrics = [
+        Metric("speedup", "1", ">= 15", f"torch {result[0]['torch']}, one thread"),
+        Metric("torch_GBps", "GB/s"),
+        Metric("gradwire_GBps", "GB/s"),
+    ]
     return list(rows_of("cpu", "python3 bench/topk_vs_torch.py", metrics, result, machine))
 
 
@@ -141,8 +240,11 @@ def methods_rows(program, machine):
     """The methods on real gradients, where a Python with torch is at hand."""
     python = os.environ.get("TORCH_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import torch, numpy"], stderr=subprocess.DEVNULL).returncode != 0:
-        print("record.py: no torch in this Python (set TORCH_PYTHON to one that has it): "
-              "the methods on real gradients are left out", file=sys.stderr)
+        print(
+            "record.py: no torch in this Python (set TORCH_PYTHON to one that has it): "
+            "the methods on real gradients are left out",
+            file=sys.stderr,
+        )
         return []
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([python, BENCH / "real_gradients.py", folder], check=True, stdout=subprocess.DEVNULL)
@@ -153,11 +255,16 @@ def methods_rows(program, machine):
         best = min(result["qsgd3_error"], result["terngrad_error"])
         bound = "of |x|^2; the bound is the lesser of qsgd:bits=3 and terngrad"
         metrics = [Metric("casq2_bits", "bit", "<= 3.03"), Metric("casq2_error", "1", f"<= {best:.6g}", bound)]
-        metrics += [Metric(f"optquant{bits}_over_best", "1", "<= 1.005", "best symmetric levels for the raw values")
-                    for bits in (2, 3, 4)]
+        metrics += [
+            Metric(f"optquant{bits}_over_best", "1", "<= 1.005", "best symmetric levels for the raw values")
+            for bits in (2, 3, 4)
+        ]
         taken = {metric.name for metric in metrics}
-        metrics += [Metric(name, "bit" if name.endswith("_bits") else "1") for name in result
-                    if name.endswith(("_bits", "_error")) and name not in taken]
+        metrics += [
+            Metric(name, "bit" if name.endswith("_bits") else "1")
+            for name in result
+            if name.endswith(("_bits", "_error")) and name not in taken
+        ]
         command = "python3 bench/real_gradients.py G && python3 bench/methods.py G/" + result["gradient"]
         for row in rows_of("cpu", command, metrics, [result], machine):
             rows.append(row)

@@ -28,7 +28,11 @@ def machine():
         doctor = json.loads(subprocess.run([PROGRAM, "doctor", "--json"], stdout=subprocess.PIPE, check=True).stdout)
         return f"{doctor['cpu']}, {doctor['cores']} cores, {doctor['simd_chosen']}"
     except FileNotFoundError:
-        names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
         return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 

@@ -18,8 +18,20 @@ from pathlib import Path
 
 
 def gradwire_seconds(program, codec, elements):
-    command = [program, "bench", "codec", "--codec", codec, "--elements", str(elements), "--threads", "1",
-               "--pairs", "3", "--json"]
+    command = [
+        program,
+        "bench",
+        "codec",
+        "--codec",
+        codec,
+        "--elements",
+        str(elements),
+        "--threads",
+        "1",
+        "--pairs",
+        "3",
+        "--json",
+    ]
     row = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
     return 4e-9 * elements / row["encode_GBps"]
 
@@ -48,12 +60,21 @@ def main():
         theirs.append(time.perf_counter() - start)
         ours.append(gradwire_seconds(arguments.gradwire, arguments.codec, arguments.elements))
     tensor_gigabytes = 4e-9 * arguments.elements
-    print(json.dumps({
-        "codec": arguments.codec, "device": "cpu", "threads": 1, "elements": arguments.elements,
-        "torch": torch.__version__,
-        "gradwire_GBps": tensor_gigabytes / statistics.median(ours),
-        "torch_GBps": tensor_gigabytes / statistics.median(theirs),
-        "speedup": statistics.median(t / o for t, o in zip(theirs, ours)), "turns": arguments.turns}))
+    print(
+        json.dumps(
+            {
+                "codec": arguments.codec,
+                "device": "cpu",
+                "threads": 1,
+                "elements": arguments.elements,
+                "torch": torch.__version__,
+                "gradwire_GBps": tensor_gigabytes / statistics.median(ours),
+                "torch_GBps": tensor_gigabytes / statistics.median(theirs),
+                "speedup": statistics.median(t / o for t, o in zip(theirs, ours)),
+                "turns": arguments.turns,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -51,19 +51,23 @@ def accuracy(folder, within, dry):
     rows = []
     for (collective, codec), runs in sorted(series.items()):
         any_run = next(iter(runs.values()))
-        command = (f"gradwire compare {command_of(any_run['settings'], DEFAULTS)} --collective {collective} "
-                   f"--codec {any_run['settings']['codec']} --seeds {len(runs)}")
+        command = (
+            f"gradwire compare {command_of(any_run['settings'], DEFAULTS)} --collective {collective} "
+            f"--codec {any_run['settings']['codec']} --seeds {len(runs)}"
+        )
         last = {seed: run["epochs"][-1] for seed, run in runs.items()}
         points = {seed: 100 * epoch["test_accuracy"] for seed, epoch in last.items()}
         spread = "one seed"
         if len(points) > 1:
             spread = f"standard deviation {statistics.stdev(points.values()):.2f} over {len(points)} seeds"
         add = lambda metric, value, unit, target="", met="", note="": rows.append(
-            [now(), any_run["machine"], any_run["device"], command, metric, f"{value:.6g}", unit, target, met, note])
+            [now(), any_run["machine"], any_run["device"], command, metric, f"{value:.6g}", unit, target, met, note]
+        )
         add("test_accuracy", statistics.mean(points.values()), "%", note=spread)
         reference = series.get((collective, "fp32"), {})
-        paired = [points[seed] - 100 * reference[seed]["epochs"][-1]["test_accuracy"]
-                  for seed in points if seed in reference]
+        paired = [
+            points[seed] - 100 * reference[seed]["epochs"][-1]["test_accuracy"] for seed in points if seed in reference
+        ]
         if paired and codec != "fp32":
             difference = statistics.mean(paired)
             target = f">= -{within}" if within else ""
@@ -77,10 +81,33 @@ def accuracy(folder, within, dry):
 
 
 def step_seconds(model, codec, collective, steps):
-    done = subprocess.run([PROGRAM, "train", "--task", "fashion-mnist", "--model", model, "--workers", "4",
-                           "--codec", codec, "--collective", collective, "--steps", str(steps), "--epochs", "5",
-                           "--limit", "20000", "--meter-every", "1000000", "--json"],
-                          check=True, stdout=subprocess.PIPE)
+    done = subprocess.run(
+        [
+            PROGRAM,
+            "train",
+            "--task",
+            "fashion-mnist",
+            "--model",
+            model,
+            "--workers",
+            "4",
+            "--codec",
+            codec,
+            "--collective",
+            collective,
+            "--steps",
+            str(steps),
+            "--epochs",
+            "5",
+            "--limit",
+            "20000",
+            "--meter-every",
+            "1000000",
+            "--json",
+        ],
+        check=True,
+        stdout=subprocess.PIPE,
+    )
     record = json.loads(done.stdout.splitlines()[-1])
     return record["epochs"][-1]["seconds"]["wall"] / steps, record
 
@@ -97,11 +124,21 @@ def overhead(pairs, dry):
             ratio = statistics.median(ratios)
             answer = subprocess.run([PROGRAM, "doctor", "--json"], stdout=subprocess.PIPE, check=True).stdout
             doctor = json.loads(answer)
-            rows.append([now(), f"{doctor['cpu']}, {doctor['cores']} cores, torch {doctor['torch']}", "cpu",
-                         f"gradwire train --model {model} --workers 4 --collective {collective} "
-                         "--codec qsgd:bits=4, and fp32, in turns",
-                         "step_time_over_fp32", f"{ratio:.6g}", "1", "<= 1.15", "yes" if ratio <= 1.15 else "no",
-                         f"median of {pairs} pairs of {steps} steps, {record['parameters']} parameters"])
+            rows.append(
+                [
+                    now(),
+                    f"{doctor['cpu']}, {doctor['cores']} cores, torch {doctor['torch']}",
+                    "cpu",
+                    f"gradwire train --model {model} --workers 4 --collective {collective} "
+                    "--codec qsgd:bits=4, and fp32, in turns",
+                    "step_time_over_fp32",
+                    f"{ratio:.6g}",
+                    "1",
+                    "<= 1.15",
+                    "yes" if ratio <= 1.15 else "no",
+                    f"median of {pairs} pairs of {steps} steps, {record['parameters']} parameters",
+                ]
+            )
     append(rows, dry)
 
 

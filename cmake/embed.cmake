@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Files as part of a program. gradwire_embed(target NAMESPACE space name=file ...) gives the target, for every pair, a
-# `const std::string_view name` with the file's bytes, made again when the file changes. The script half of this file, run by
-# cmake -P at build time, writes the source; nothing but CMake is needed. A file of "" becomes an empty view.
+# `const std::string_view name` with the file's bytes, made again when the file changes. The script half of this file,
+# run by cmake -P at build time, writes the source; nothing but CMake is needed. A file of "" becomes an empty view.
 if(CMAKE_SCRIPT_MODE_FILE)
   set(text "// Made from ${INPUT} by cmake/embed.cmake.\n#include <string_view>\n")
   if(INPUT STREQUAL "")

@@ -8,7 +8,8 @@ set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/gradwire)
 get_property(folders GLOBAL PROPERTY GRADWIRE_FOLDERS)
 install(TARGETS gradwire ${folders} EXPORT gradwireTargets ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(EXPORT gradwireTargets NAMESPACE gradwire:: DESTINATION ${package_dir})
-install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/gradwire DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN *.h)
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/gradwire DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING
+  PATTERN *.h)
 
 configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/gradwireConfig.cmake.in
   ${CMAKE_CURRENT_BINARY_DIR}/gradwireConfig.cmake INSTALL_DESTINATION ${package_dir} NO_SET_AND_CHECK_MACRO)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# Finds libtorch where users have it: in the `torch` package of a Python. GRADWIRE_TORCH_PYTHON names that Python; else the
-# virtual environment of tools/setup.sh and the python3 on the path are asked. Sets GRADWIRE_HAS_TORCH and makes the target gradwire_torch.
+# Finds libtorch where users have it: in the `torch` package of a Python. GRADWIRE_TORCH_PYTHON names that Python; else
+# the virtual environment of tools/setup.sh and the python3 on the path are asked. Sets GRADWIRE_HAS_TORCH and makes the
+# target gradwire_torch.
 #
-# The package's own CMake files are not used: they drag in the CUDA toolkit that torch was built with, by names that come and go.
+# The package's own CMake files are not used: they drag in the CUDA toolkit that torch was built with, by names that
+# come and go.
 set(GRADWIRE_TORCH_PYTHON "" CACHE STRING "A Python that has torch")
 set(GRADWIRE_TORCH_STATE "no (no Python with torch found)")
 set(candidates "${PROJECT_SOURCE_DIR}/build/venv/bin/python3" python3)
@@ -28,15 +30,18 @@ foreach(python IN LISTS candidates)
     list(APPEND torch_libraries ${torch_home}/lib/lib${name}.so)
   endforeach()
   if(EXISTS ${torch_home}/lib/libtorch_cuda.so)  # nobody calls it by name: it registers itself when it is loaded
-    list(APPEND torch_libraries -Wl,--push-state,--no-as-needed ${torch_home}/lib/libtorch_cuda.so ${torch_home}/lib/libc10_cuda.so -Wl,--pop-state)
+    list(APPEND torch_libraries -Wl,--push-state,--no-as-needed ${torch_home}/lib/libtorch_cuda.so
+      ${torch_home}/lib/libc10_cuda.so -Wl,--pop-state)
   endif()
   # One C++ library for us and for torch: some toolchains prefer a static one, and two copies in one process crash.
-  execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so OUTPUT_VARIABLE shared_library OUTPUT_STRIP_TRAILING_WHITESPACE)
+  execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so OUTPUT_VARIABLE shared_library
+    OUTPUT_STRIP_TRAILING_WHITESPACE)
   if(IS_ABSOLUTE "${shared_library}" AND EXISTS "${shared_library}")
     list(APPEND torch_libraries ${shared_library})
   endif()
   add_library(gradwire_torch INTERFACE)
-  target_include_directories(gradwire_torch SYSTEM INTERFACE ${torch_home}/include ${torch_home}/include/torch/csrc/api/include)
+  target_include_directories(gradwire_torch SYSTEM INTERFACE ${torch_home}/include
+    ${torch_home}/include/torch/csrc/api/include)
   # Torch brings the headers of its own fmt, which come first, and no library of it.
   target_compile_definitions(gradwire_torch INTERFACE FMT_HEADER_ONLY=1)
   target_link_libraries(gradwire_torch INTERFACE ${torch_libraries})

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// ErrorFeedback: residuals by tensor name. A step is begun by Runner.encode; here it is decided, and the state is saved,
-// redistributed and read. Device is bound here too, because a residual lives on one as a runner does.
+// ErrorFeedback: residuals by tensor name. A step is begun by Runner.encode; here it is decided, and the state is
+// saved, redistributed and read. Device is bound here too, because a residual lives on one as a runner does.
 #include <fmt/format.h>
 #include <pybind11/numpy.h>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages at rest: MessageBytes, the memory a frame lives in; TensorSpec and Plan, what a message carries; and Head, what a
-// message says of itself. A message is hostile until its head is read, and read_head() believes nothing in it.
+// Messages at rest: MessageBytes, the memory a frame lives in; TensorSpec and Plan, what a message carries; and Head,
+// what a message says of itself. A message is hostile until its head is read, and read_head() believes nothing in it.
 #include "gradwire/message.h"
 
 #include <fmt/format.h>
@@ -15,7 +15,8 @@ namespace {
 // Aligned as vectors like it, and not filled with zeros: the encoder writes every byte. Read-only for Python.
 class MessageBytes {
  public:
-  explicit MessageBytes(size_t bytes) : bytes_(bytes), data_(::operator new (bytes ? bytes : 1, std::align_val_t{64})) {}
+  explicit MessageBytes(size_t bytes)
+      : bytes_(bytes), data_(::operator new (bytes ? bytes : 1, std::align_val_t{64})) {}
   MessageBytes(const MessageBytes&) = delete;
   MessageBytes& operator=(const MessageBytes&) = delete;
   ~MessageBytes() { ::operator delete (data_, std::align_val_t{64}); }

@@ -17,11 +17,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-DECODERS = re.compile(r"""::(
+DECODERS = re.compile(
+    r"""::(
     read_head | check_head | check_tensors | same_but_stamp | verify | verify_body   # the head and the checksums
   | \w*decode\w* | check_selected | index_at | side_is_valid | make_params | bad      # bodies
   | ResidualReader::.*                                                               # residual files
-  )(::|\s|$)""", re.VERBOSE)
+  )(::|\s|$)""",
+    re.VERBOSE,
+)
 
 
 def plain(name):
@@ -39,11 +42,16 @@ def plain(name):
 
 def outcomes(program, profile):
     """{file: {(place of a branch, True or False): times taken}} of the decoders."""
-    exported = subprocess.run(["llvm-cov", "export", "-skip-expansions", f"-instr-profile={profile}", program],
-                              check=True, stdout=subprocess.PIPE).stdout
+    exported = subprocess.run(
+        ["llvm-cov", "export", "-skip-expansions", f"-instr-profile={profile}", program],
+        check=True,
+        stdout=subprocess.PIPE,
+    ).stdout
     functions = json.loads(exported)["data"][0]["functions"]
     mangled = "\n".join(function["name"].rpartition(":")[2] for function in functions)
-    names = subprocess.run(["c++filt"], check=True, input=mangled, text=True, stdout=subprocess.PIPE).stdout.splitlines()
+    names = subprocess.run(
+        ["c++filt"], check=True, input=mangled, text=True, stdout=subprocess.PIPE
+    ).stdout.splitlines()
     files = collections.defaultdict(collections.Counter)
     for function, name in zip(functions, names):
         if DECODERS.search("::" + plain(name)):
@@ -70,7 +78,9 @@ def main():
             continue
         taken = sum(count > 0 for count in counter.values())
         total.update(taken=taken, all=len(counter))
-        print(f"{100 * taken / len(counter):6.1f} %  {taken:4} of {len(counter):4}  {Path(file).relative_to(root.parent)}")
+        print(
+            f"{100 * taken / len(counter):6.1f} %  {taken:4} of {len(counter):4}  {Path(file).relative_to(root.parent)}"
+        )
         if arguments.missed:
             for *place, outcome in sorted(key for key, count in counter.items() if count == 0):
                 print(f"          line {place[0]}, column {place[1]}: never {str(outcome).lower()}")

@@ -5,6 +5,7 @@
     tools/demo_server.py build/bin/gradwire [--steps 300]
 
 Ends with the server's status and the loss curve. While it runs, the page that it names shows the same, live."""
+
 import argparse
 import json
 import os
@@ -34,7 +35,11 @@ def curve(points, width=72, height=14):
         if value is not None:
             rows[round((top - value) / max(1e-9, top - low) * (height - 1))][x] = "*"
     lines = [f"{top - (top - low) * y / (height - 1):7.3f} |{''.join(row)}" for y, row in enumerate(rows)]
-    return "\n".join(["   loss"] + lines + ["        +" + "-" * width, f"         step {first}{str(last).rjust(width - 5 - len(str(first)))}"])
+    return "\n".join(
+        ["   loss"]
+        + lines
+        + ["        +" + "-" * width, f"         step {first}{str(last).rjust(width - 5 - len(str(first)))}"]
+    )
 
 
 class Demo:
@@ -49,8 +54,24 @@ class Demo:
         return process
 
     def serve(self):
-        server = self.start("serve", "--listen", "127.0.0.1:0", "--watch", "127.0.0.1:0", "--min-workers", "2", "--rejoin", "3", "--deadline", "5", "--json",
-                            "--save-every", "25", "--checkpoint", os.path.join(self.folder, "ps.gwc"))
+        server = self.start(
+            "serve",
+            "--listen",
+            "127.0.0.1:0",
+            "--watch",
+            "127.0.0.1:0",
+            "--min-workers",
+            "2",
+            "--rejoin",
+            "3",
+            "--deadline",
+            "5",
+            "--json",
+            "--save-every",
+            "25",
+            "--checkpoint",
+            os.path.join(self.folder, "ps.gwc"),
+        )
         ready = threading.Event()
 
         def read():
@@ -72,8 +93,28 @@ class Demo:
         return server
 
     def work(self, name):
-        return self.start("train", "--server", self.address, "--task", "fashion-mnist", "--model", "cnn", "--workers", "3", "--batch", "32", "--rate", "0.002",
-                          "--steps", str(self.steps), "--epochs", "100", "--name", name, log=f"{name}.log")
+        return self.start(
+            "train",
+            "--server",
+            self.address,
+            "--task",
+            "fashion-mnist",
+            "--model",
+            "cnn",
+            "--workers",
+            "3",
+            "--batch",
+            "32",
+            "--rate",
+            "0.002",
+            "--steps",
+            str(self.steps),
+            "--epochs",
+            "100",
+            "--name",
+            name,
+            log=f"{name}.log",
+        )
 
     def status(self):
         with urllib.request.urlopen(self.page + "status.json", timeout=10) as answer:
@@ -90,7 +131,11 @@ class Demo:
         deadline = time.monotonic() + TIMEOUT
         self.serve()
         print(f"server on {self.address}; live page: {self.page}")
-        print("three workers: ada, bob and cyd train a small network on Fashion-MNIST by quantised Adam, 3 bits up, 8 bits down", flush=True)
+        print(
+            "three workers: ada, bob and cyd train a small network on Fashion-MNIST by quantised Adam, "
+            "3 bits up, 8 bits down",
+            flush=True,
+        )
         workers = {name: self.work(name) for name in ("ada", "bob", "cyd")}
         self.wait_for_step(self.steps // 3, deadline)
         print(f"step {self.steps // 3}: kill -9 bob", flush=True)
@@ -104,7 +149,11 @@ class Demo:
                 raise SystemExit(f"demo: {name} failed: {open(os.path.join(self.folder, name + '.log')).read()[-500:]}")
         final = self.status()
         print("\n" + curve(status["losses"]) + "\n")
-        print(subprocess.run([self.program, "status", "--server", self.address], capture_output=True, text=True, timeout=30).stdout)
+        print(
+            subprocess.run(
+                [self.program, "status", "--server", self.address], capture_output=True, text=True, timeout=30
+            ).stdout
+        )
         if final["ledger"]["relative"] > 1e-6:
             raise SystemExit(f"demo: the ledger is off: {final['ledger']}")
         print("what was computed = what was applied + what the killed worker took with it (lost): the ledger holds")

@@ -73,7 +73,8 @@ if ! "$venv/bin/python3" -c 'import numpy, pytest, selenium' 2>/dev/null; then
   step "making $venv" /usr/bin/python3 -m venv --system-site-packages "$venv"
   step "checking $venv" "$venv/bin/python3" -c 'import numpy, pytest, selenium'
 fi
-# torch: `gradwire train` and `compare` link its C++ library. A Python that has it already can be named with TORCH_PYTHON; TORCH=OFF does without.
+# torch: `gradwire train` and `compare` link its C++ library. A Python that has it already can be named with
+# TORCH_PYTHON; TORCH=OFF does without.
 torch=${TORCH_PACKAGE:-torch==2.13.0}
 if [[ ${TORCH:-ON} != OFF && -z ${TORCH_PYTHON:-} ]] && ! "$venv/bin/python3" -c 'import torch' 2>/dev/null; then
   step "installing $torch into $venv (for gradwire train; TORCH=OFF does without)" "$venv/bin/python3" -m pip install "$torch"

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The coding of an all-reduce without an engine, for callers who move the bytes themselves: torch.distributed, or anything
-// else that moves byte buffers. A Reducer is this coding and an Engine, so both give the same bits.
+// The coding of an all-reduce without an engine, for callers who move the bytes themselves: torch.distributed, or
+// anything else that moves byte buffers. A Reducer is this coding and an Engine, so both give the same bits.
 //
 //   ModelCoder    all tensors of a model: residuals by name, what the codecs learn, the step and whether it is finite
-//   BucketCoder   some of these tensors (a bucket), coded together. How tensors are grouped into buckets changes no value
+//   BucketCoder   some of these tensors (a bucket), coded together. How tensors are grouped into buckets changes no
+//   value
 //                 and no residual, and may differ from step to step
 //
 //   model.begin(step, {});
@@ -14,12 +15,13 @@
 //                     bucket.decode_down(recv, out);
 //   model.end();                                       // commits the step if all results are finite
 //
-// A buffer holds one slot per rank, back to back. Slots are multiples of 16 bytes, so that every message is aligned; on the
-// way down they have one size if that costs little, so that an all-gather can move them. On a GPU buffers and tensors are
-// device memory, and after the first steps no call waits: a damaged message decodes to NaN, and a later call throws.
+// A buffer holds one slot per rank, back to back. Slots are multiples of 16 bytes, so that every message is aligned; on
+// the way down they have one size if that costs little, so that an all-gather can move them. On a GPU buffers and
+// tensors are device memory, and after the first steps no call waits: a damaged message decodes to NaN, and a later
+// call throws.
 //
-// Threads: BucketCoder::begin() and encode_up() belong to one thread, decode_up() and encode_down() to another, decode_down()
-// and ModelCoder::end() to a third, or fewer; each thread takes the buckets in the same order.
+// Threads: BucketCoder::begin() and encode_up() belong to one thread, decode_up() and encode_down() to another,
+// decode_down() and ModelCoder::end() to a third, or fewer; each thread takes the buckets in the same order.
 #pragma once
 
 #include <cstdint>
@@ -61,15 +63,15 @@ class ModelCoder {
 
   // A step that was begun and not ended is abandoned.
   void begin(uint64_t step, const StepOptions& how);
-  // More f32 values that must be finite, or the open step changes nothing. After a reduce_scatter a rank sees only its own
-  // shard, so ranks that are to decide alike must exchange a value that tells. NaNs become the NaN of a CPU.
+  // More f32 values that must be finite, or the open step changes nothing. After a reduce_scatter a rank sees only its
+  // own shard, so ranks that are to decide alike must exchange a value that tells. NaNs become the NaN of a CPU.
   void check_finite(std::span<float> values);
   // Commits the step if all results are finite; else no residual changes. On a GPU it uses the stream of the options.
   void end();
   void abandon();  // the open step changes nothing
 
-  // What codecs learn from a step, after its end and before the next begin: the caller gathers the statistics of all ranks,
-  // in rank order, and learn() takes them. 0 bytes: this step teaches nothing.
+  // What codecs learn from a step, after its end and before the next begin: the caller gathers the statistics of all
+  // ranks, in rank order, and learn() takes them. 0 bytes: this step teaches nothing.
   size_t stats_bytes() const;
   void take_stats(std::span<std::byte> out);
   void learn(std::span<const std::byte> all_ranks);
@@ -93,16 +95,16 @@ class ModelCoder {
 class BucketCoder {
  public:
   // `tensors`: indices in the model's list. `device` names the stream of this bucket. The model must outlive it. With
-  // `parts` above 1 the bucket holds part number `part` of every owner's shards, for large tensors that should not be sent
-  // as one (see ModelCoder::divisible). A step must have all parts.
+  // `parts` above 1 the bucket holds part number `part` of every owner's shards, for large tensors that should not be
+  // sent as one (see ModelCoder::divisible). A step must have all parts.
   BucketCoder(ModelCoder& model, std::vector<size_t> tensors, const Device& device, uint64_t part = 0,
               uint64_t parts = 1);
   ~BucketCoder();
   BucketCoder(const BucketCoder&) = delete;
   BucketCoder& operator=(const BucketCoder&) = delete;
 
-  // Takes the codecs and residuals of the model's open step. idle[i]: the i-th tensor of this bucket is all zeros on all
-  // ranks and its result will be dropped, so its residual stays.
+  // Takes the codecs and residuals of the model's open step. idle[i]: the i-th tensor of this bucket is all zeros on
+  // all ranks and its result will be dropped, so its residual stays.
   void begin(std::span<const uint8_t> idle = {});
 
   // Bytes of every slot, after begin().
@@ -114,8 +116,8 @@ class BucketCoder {
   void encode_up(std::span<const void* const> in, std::span<std::byte> send);
   // Decodes this rank's own messages as other ranks will see them, for measurements.
   void decode_own(std::span<const std::byte> send, std::span<void* const> out);
-  // Adds the messages of all ranks and divides. With scatter the means are kept for encode_down. With gather `out` gets the
-  // results, with reduce_scatter those of this rank's own tensors.
+  // Adds the messages of all ranks and divides. With scatter the means are kept for encode_down. With gather `out` gets
+  // the results, with reduce_scatter those of this rank's own tensors.
   void decode_up(std::span<const std::byte> recv, std::span<void* const> out = {});
   // Encodes what decode_up kept; with all_gather `values`, those of this rank's own tensors.
   void encode_down(std::span<std::byte> mine, std::span<const void* const> values = {});

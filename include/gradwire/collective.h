@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compressed collectives over any Engine and any Codec. After each, all ranks hold bit-identical results: every rank also
-// decodes what it sent itself.
+// Compressed collectives over any Engine and any Codec. After each, all ranks hold bit-identical results: every rank
+// also decodes what it sent itself.
 //
 //   all_reduce(engine, gradient, "qsgd:bits=4");              // one call: the mean over all ranks, in place
 //
@@ -9,13 +9,16 @@
 //
 // There are two methods:
 //
-//   gather    every rank gets the messages of all ranks and averages the decoded tensors. This is what the papers do; the
+//   gather    every rank gets the messages of all ranks and averages the decoded tensors. This is what the papers do;
+//   the
 //             bytes grow with the number of ranks.
-//   scatter   every rank owns shards: an all-to-all of encoded shards, decode and add in rank order, encode the mean once
-//             more, all-gather. The bytes do not grow with the number of ranks. The second encoding has one sender, so by
-//             default it rounds to nearest and feeds the owner's residual back.
+//   scatter   every rank owns shards: an all-to-all of encoded shards, decode and add in rank order, encode the mean
+//   once
+//             more, all-gather. The bytes do not grow with the number of ranks. The second encoding has one sender, so
+//             by default it rounds to nearest and feeds the owner's residual back.
 //
-// Shards are functions of (tensor name, element index, number of ranks): how tensors are grouped into calls changes nothing.
+// Shards are functions of (tensor name, element index, number of ranks): how tensors are grouped into calls changes
+// nothing.
 //
 // Threads: every rank calls from one thread. A Reducer belongs to the thread that made it; its steps run on a thread of
 // their own, which all reducers on one engine share.
@@ -67,19 +70,20 @@ struct ReduceOptions {
   DType residual = DType::f32;             // f32 or bf16
   uint64_t seed = 0;
   // if_finite: a step commits itself if all of its results are finite. All ranks hold the same results, so they decide
-  // alike; a step with a NaN or an Inf changes no residual and teaches no codec. manual: the caller decides on every step
-  // with commit(step) or rollback(step), for example because several reducers belong to one step.
+  // alike; a step with a NaN or an Inf changes no residual and teaches no codec. manual: the caller decides on every
+  // step with commit(step) or rollback(step), for example because several reducers belong to one step.
   Commit commit = Commit::if_finite;
-  // Where tensors, residuals and sums are and codecs run. Ranks may differ in it; the results do not. On a GPU all pointers
-  // are device pointers and work is enqueued on device.stream: what writes the inputs must be enqueued there before the
-  // call. Outputs are complete when the call, or the handle's wait(), returns. Ranks that are threads of one process need
-  // a stream each: on the default stream, which null means, they would wait for each other.
+  // Where tensors, residuals and sums are and codecs run. Ranks may differ in it; the results do not. On a GPU all
+  // pointers are device pointers and work is enqueued on device.stream: what writes the inputs must be enqueued there
+  // before the call. Outputs are complete when the call, or the handle's wait(), returns. Ranks that are threads of one
+  // process need a stream each: on the default stream, which null means, they would wait for each other.
   Device device = {};
 };
 
-// Where the time of a rank went, in seconds. encode and decode are processor time of the thread that does the work if it
-// works alone, and wall time if other threads (device.threads > 1) or a GPU help it. Learning counts as encode; adding,
-// dividing and the check for finite results count as decode. wait is wall time in the engine, for peers and for bytes.
+// Where the time of a rank went, in seconds. encode and decode are processor time of the thread that does the work if
+// it works alone, and wall time if other threads (device.threads > 1) or a GPU help it. Learning counts as encode;
+// adding, dividing and the check for finite results count as decode. wait is wall time in the engine, for peers and for
+// bytes.
 struct ReduceTimes {
   double encode = 0, wait = 0, decode = 0;
 };
@@ -91,9 +95,9 @@ struct ReduceMemory {
   uint64_t sums = 0;       // f32 sums that do not fit in the outputs
 };
 
-// All-reduce of a fixed list of tensors, step after step. Construction is collective: ranks compare (names, counts, dtypes,
-// codecs, options), and an Error{mismatch} names the rank and the field that differ before any data move. Options without
-// a meaning, such as a down codec for the method gather, are refused by name.
+// All-reduce of a fixed list of tensors, step after step. Construction is collective: ranks compare (names, counts,
+// dtypes, codecs, options), and an Error{mismatch} names the rank and the field that differ before any data move.
+// Options without a meaning, such as a down codec for the method gather, are refused by name.
 class Reducer {
  public:
   using FloatInputs = std::span<const std::span<const float>>;
@@ -102,11 +106,12 @@ class Reducer {
   Reducer(Engine& engine, std::vector<NamedTensor> tensors, const ReduceOptions& options);  // engine must outlive it
   ~Reducer();
 
-  // Tensor i of the list is read from in[i] and its result written to out[i]; they may be the same memory, and must stay
-  // until the handle's wait() returns. Spans of floats are for tensors that are all f32, and their sizes are checked;
-  // pointers are for any type. Steps run in the order of the calls; wait() throws what went wrong. A step that failed has
-  // changed no residual. If only one rank's arguments are wrong, or ranks disagree about step or loss_scale, all ranks are
-  // told before data move, and can go on; any later failure poisons the engine.
+  // Tensor i of the list is read from in[i] and its result written to out[i]; they may be the same memory, and must
+  // stay until the handle's wait() returns. Spans of floats are for tensors that are all f32, and their sizes are
+  // checked;
+  // pointers are for any type. Steps run in the order of the calls; wait() throws what went wrong. A step that failed
+  // has changed no residual. If only one rank's arguments are wrong, or ranks disagree about step or loss_scale, all
+  // ranks are told before data move, and can go on; any later failure poisons the engine.
   Handle start(uint64_t step, std::span<const void* const> in, std::span<void* const> out, float loss_scale = 1.0f);
   Handle start(uint64_t step, FloatInputs in, FloatOutputs out, float loss_scale = 1.0f);
   // start() and wait().
@@ -114,8 +119,8 @@ class Reducer {
   void run(uint64_t step, FloatInputs in, FloatOutputs out, float loss_scale = 1.0f);
   void run(uint64_t step, std::span<const float> in, std::span<float> out, float loss_scale = 1.0f);  // of one tensor
 
-  // With Commit::manual, after the results are seen. All ranks must decide alike. A reducer that keeps residuals refuses
-  // another step until this one is decided. With Commit::if_finite both are refused.
+  // With Commit::manual, after the results are seen. All ranks must decide alike. A reducer that keeps residuals
+  // refuses another step until this one is decided. With Commit::if_finite both are refused.
   void commit(uint64_t step);
   void rollback(uint64_t step);
   // Steps that were not committed because a result was not finite. Without residuals and codecs that learn there is
@@ -138,13 +143,15 @@ class Reducer {
   std::unique_ptr<State> state_;
 };
 
-// The mean of `data` over all ranks (or the sum, by the options), in place, in one call. Nothing is kept between calls, so
-// there is no error feedback: an option that asks for it is refused. Random codecs draw other bits for another `step`.
+// The mean of `data` over all ranks (or the sum, by the options), in place, in one call. Nothing is kept between calls,
+// so there is no error feedback: an option that asks for it is refused. Random codecs draw other bits for another
+// `step`.
 void all_reduce(Engine& engine, std::span<float> data, const std::string& codec, uint64_t step = 0);
 void all_reduce(Engine& engine, std::span<float> data, const ReduceOptions& options, uint64_t step = 0);
 
-// The two directions by themselves, each on one list of tensors, as FSDP needs them: the up codec is for reduce_scatter, the
-// down codec for all_gather. The caller owns the residuals and decides on the step; after an error it must roll it back.
+// The two directions by themselves, each on one list of tensors, as FSDP needs them: the up codec is for
+// reduce_scatter, the down codec for all_gather. The caller owns the residuals and decides on the step; after an error
+// it must roll it back.
 // reduce_scatter: out holds this rank's shards, in the order of shards(), back to back, as f32.
 void reduce_scatter(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,
                     std::span<const void* const> in, std::span<float> out, ErrorFeedback* feedback = nullptr);

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // An Engine moves bytes between ranks and does not know what they mean. Every operation is asynchronous: it returns a
-// Handle, and the buffers belong to the engine until wait() returns. All ranks of an engine must start the same operations
-// in the same order.
+// Handle, and the buffers belong to the engine until wait() returns. All ranks of an engine must start the same
+// operations in the same order.
 //
-// A peer that does not answer within the time-out, or dies, causes an Error{engine} that names its rank. The engine is then
-// poisoned: every later call on it fails at once with the same message, on every rank that can still be reached. There is
-// never a hang and never wrong data. A peer that sends another length than expected causes an Error{mismatch}.
+// A peer that does not answer within the time-out, or dies, causes an Error{engine} that names its rank. The engine is
+// then poisoned: every later call on it fails at once with the same message, on every rank that can still be reached.
+// There is never a hang and never wrong data. A peer that sends another length than expected causes an Error{mismatch}.
 //
-// Threads: an engine and its handles belong to one thread. While a Reducer exists on an engine, its operations run on the
-// reducer's thread, and the program must not start others.
+// Threads: an engine and its handles belong to one thread. While a Reducer exists on an engine, its operations run on
+// the reducer's thread, and the program must not start others.
 #pragma once
 
 #include <chrono>

@@ -4,8 +4,8 @@
 // rollback(step) decides when all tensors of the step are decoded: a skipped step changes no residual, on any rank. The
 // state is saved to one file, and can be redistributed to another number of ranks.
 //
-// There are two directions. `up`: the residual of a worker, its own gradient less what it sent. `down`: the residual of the
-// owner of a shard, the mean less what it sent to all ranks; a rank keeps it for the shards that it owns.
+// There are two directions. `up`: the residual of a worker, its own gradient less what it sent. `down`: the residual of
+// the owner of a shard, the mean less what it sent to all ranks; a rank keeps it for the shards that it owns.
 //
 //   ErrorFeedback feedback;
 //   feedback.add(Direction::up, "layer.weight", count);
@@ -40,8 +40,8 @@ class ErrorFeedback {
   ErrorFeedback(ErrorFeedback&&) noexcept;
   ErrorFeedback& operator=(ErrorFeedback&&) noexcept;
 
-  // Adds a residual of zeros for `count` elements of tensor `name` from element `first` on. With the numbers of one that
-  // was added before, nothing happens; with others that overlap it: Error{usage}.
+  // Adds a residual of zeros for `count` elements of tensor `name` from element `first` on. With the numbers of one
+  // that was added before, nothing happens; with others that overlap it: Error{usage}.
   void add(Direction direction, const std::string& name, uint64_t count, uint64_t first = 0);
 
   // Whether one residual that was added holds all of these elements.
@@ -71,7 +71,8 @@ class ErrorFeedback {
   // (1/W) * (sum of the workers' residuals) + (sum of the owners' residuals), within f32 rounding.
   static std::vector<ErrorFeedback> redistribute(std::span<const ErrorFeedback> ranks, int new_world);
 
-  // Extra state that must survive with the residuals, by name: what codecs have learned. Each has a multiple of 8 bytes.
+  // Extra state that must survive with the residuals, by name: what codecs have learned. Each has a multiple of 8
+  // bytes.
   // redistribute() keeps that of rank 0, since it is the same on all ranks.
   void set_extra(const std::string& name, std::span<const std::byte> bytes);
   const std::map<std::string, std::vector<std::byte>>& extras() const;

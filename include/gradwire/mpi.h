@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The engine over MPI, for builds that found MPI (mpi_built() in engine.h). This is the only header that includes <mpi.h>;
+// The engine over MPI, for builds that found MPI (mpi_built() in engine.h). This is the only header that includes
+// <mpi.h>;
 // a program that uses it links MPI::MPI_CXX too, and the MPI library must be the one that gradwire was built with.
 //
 //   int level;
@@ -26,9 +27,9 @@
 
 namespace gradwire {
 
-// Collective over `communicator`, which is duplicated. MPI must be initialised with MPI_THREAD_MULTIPLE (else this throws
-// Error{unsupported}), and is never finalised here: the engine must be destroyed before MPI_Finalize. The engine has a thread
-// of its own for progress and time-outs; its calls follow the rule of engine.h.
+// Collective over `communicator`, which is duplicated. MPI must be initialised with MPI_THREAD_MULTIPLE (else this
+// throws Error{unsupported}), and is never finalised here: the engine must be destroyed before MPI_Finalize. The engine
+// has a thread of its own for progress and time-outs; its calls follow the rule of engine.h.
 std::unique_ptr<Engine> make_mpi(MPI_Comm communicator = MPI_COMM_WORLD);
 
 }  // namespace gradwire

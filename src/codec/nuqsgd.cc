@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ramezani-Kebrya et al., NUQSGD, JMLR 2021: levels 0 and +-2^-i of a norm per bucket, which are finest near zero, where
-// most of a gradient's values are.
+// Ramezani-Kebrya et al., NUQSGD, JMLR 2021: levels 0 and +-2^-i of a norm per bucket, which are finest near zero,
+// where most of a gradient's values are.
 #include <cmath>
 
 #include "codec/body.h"

@@ -92,8 +92,8 @@ struct Codec::Impl {
       throw Error(ErrorKind::usage,
                   fmt::format("table has {} words; {} learns nothing and has none", table.size(), d.name), "table");
     if (d.apply) d.apply(values, table, scheme, floats);
-    // The GPU's kernels for several units per block add up squares at most. A definition that asks for more is a mistake
-    // in the library, which must not show as other bytes on some devices.
+    // The GPU's kernels for several units per block add up squares at most. A definition that asks for more is a
+    // mistake in the library, which must not show as other bytes on some devices.
     if (scheme.scale_words && scheme.sums != SumKind::none && scheme.sums != SumKind::squares && scheme.unit > 0 &&
         scheme.unit < kBlock)
       throw std::logic_error(d.name + " asks for sums that units below a block do not have");

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The coding of a bucket: some tensors of a job that are reduced together. It encodes what this rank sends and decodes what
-// it receives, and does not know how the bytes move: the Reducer hands them to an Engine, a BucketCoder to its caller.
+// The coding of a bucket: some tensors of a job that are reduced together. It encodes what this rank sends and decodes
+// what it receives, and does not know how the bytes move: the Reducer hands them to an Engine, a BucketCoder to its
+// caller.
 //
 //   encode_up     every rank encodes, for every owner, the shards of that owner
 //   decode_up     the owner decodes these messages, adds them in rank order and divides
@@ -8,8 +9,8 @@
 //   decode_down   every rank decodes the messages of all owners
 //
 // With one message for all ranks on the way up (`gather`), decode_up gives the results and there is no way down. Every
-// rank also decodes what it sent itself: that is what keeps ranks bit-identical. On a GPU everything is only enqueued on
-// the device's stream.
+// rank also decodes what it sent itself: that is what keeps ranks bit-identical. On a GPU everything is only enqueued
+// on the device's stream.
 //
 // Threads: the four functions may belong to different threads, if each takes the steps in the same order.
 #pragma once
@@ -65,7 +66,8 @@ class BucketCore {
   const std::vector<Shard>& down_shards() const { return plan_.down[rank()]; }
   const ShardLists& down_lists() const { return plan_.down; }
 
-  // Takes the codecs of the job again where they have changed since; says whether they have. The sizes change with them.
+  // Takes the codecs of the job again where they have changed since; says whether they have. The sizes change with
+  // them.
   bool follow(const std::array<uint64_t, 2>& epochs);
   // Takes the residuals of a step. This may fail on one rank alone, so it comes before the ranks agree on the step.
   void begin(const StepContext& context);
@@ -74,7 +76,8 @@ class BucketCore {
   size_t up_received() const;              // bytes of each message that it reads
   std::vector<size_t> down_bytes() const;  // bytes of every owner's message
 
-  // `to`: one message per entry of BucketPlan::up. `ahead`: only for the learners that must see a step before it is encoded.
+  // `to`: one message per entry of BucketPlan::up. `ahead`: only for the learners that must see a step before it is
+  // encoded.
   void encode_up(uint64_t step, std::span<const void* const> in, std::span<const Bytes> to,
                  Learning* learning = nullptr, bool ahead = false);
   // `out`: one place per up_shards(), none for Sums::Use::kept.

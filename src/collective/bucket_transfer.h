@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A bucket whose messages an Engine moves: the coding of a BucketCore, and host memory for its messages. A message of this
-// rank to itself is decoded where it was written and does not travel.
+// A bucket whose messages an Engine moves: the coding of a BucketCore, and host memory for its messages. A message of
+// this rank to itself is decoded where it was written and does not travel.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@ class BucketTransfer {
   void follow(const std::array<uint64_t, 2>& epochs);  // the codecs of the job may have changed
   void begin(const StepContext& context) { core_.begin(context); }
 
-  // Each of these ends when its results stand in their places, also on a GPU. `out` and `values` are those of BucketCore.
+  // Each of these ends when its results stand in their places, also on a GPU. `out` and `values` are those of
+  // BucketCore.
   void up(uint64_t step, std::span<const void* const> in, std::span<void* const> out, Learning* learning = nullptr);
   void down(uint64_t step, std::span<const void* const> values, std::span<void* const> out,
             Learning* learning = nullptr);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The public side of the coding core: ModelCoder is a ModelCore, BucketCoder a BucketCore whose messages lie in slots of one
-// buffer.
+// The public side of the coding core: ModelCoder is a ModelCore, BucketCoder a BucketCore whose messages lie in slots
+// of one buffer.
 #include "gradwire/coder.h"
 
 #include <fmt/format.h>
@@ -28,8 +28,8 @@ struct Slots {
     slots.clear();
     for (size_t bytes : messages) slots.push_back((bytes + kSlot - 1) / kSlot * kSlot);
   }
-  // Makes all slots equally large where that costs at most an eighth. An all-gather needs that, and it uses a link better
-  // than an all-to-all, in which all ranks send to all ranks at once.
+  // Makes all slots equally large where that costs at most an eighth. An all-gather needs that, and it uses a link
+  // better than an all-to-all, in which all ranks send to all ranks at once.
   void even_out() {
     const size_t largest = *std::max_element(slots.begin(), slots.end()), sum = total();
     if (largest * slots.size() <= sum + sum / 8) slots.assign(slots.size(), largest);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// All ranks must start the same operations on an engine in the same order, so everything that uses an engine goes through
-// one thread: the CommandQueue of that engine. It runs tasks one after the other in the order in which they are submitted,
-// which is the order of the program and so the same on all ranks. Several reducers on one engine share the queue; if each
-// had a thread of its own, their operations would interleave differently on every rank.
+// All ranks must start the same operations on an engine in the same order, so everything that uses an engine goes
+// through one thread: the CommandQueue of that engine. It runs tasks one after the other in the order in which they are
+// submitted, which is the order of the program and so the same on all ranks. Several reducers on one engine share the
+// queue; if each had a thread of its own, their operations would interleave differently on every rank.
 #pragma once
 
 #include <condition_variable>

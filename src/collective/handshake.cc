@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Records are sent as they lie in memory: plain structs of fixed size, equal on every little-endian machine. The hash of a
-// field's whole text decides whether ranks agree, and the text, shortened if necessary, explains. If ranks differ in a
-// tensor, a second exchange sends the fields of all tensors; every rank sees from the first that it is needed.
+// Records are sent as they lie in memory: plain structs of fixed size, equal on every little-endian machine. The hash
+// of a field's whole text decides whether ranks agree, and the text, shortened if necessary, explains. If ranks differ
+// in a tensor, a second exchange sends the fields of all tensors; every rank sees from the first that it is needed.
 #include "collective/handshake.h"
 
 #include <fmt/format.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the codecs of a job learn in one direction: tensors with the same codec learn together. Statistics are gathered from
-// all ranks after a step, and what was learned is saved as extra state beside the residuals.
+// What the codecs of a job learn in one direction: tensors with the same codec learn together. Statistics are gathered
+// from all ranks after a step, and what was learned is saved as extra state beside the residuals.
 #pragma once
 
 #include <functional>
@@ -48,8 +48,8 @@ class Learning {
   std::vector<Codec> fixed_;  // per tensor: its codec if it learns nothing
 };
 
-// The same for several of them at once: their statistics stand one after the other. `all_ranks` holds those of every rank,
-// in rank order.
+// The same for several of them at once: their statistics stand one after the other. `all_ranks` holds those of every
+// rank, in rank order.
 using Learnings = std::vector<Learning*>;
 size_t stats_bytes(const Learnings& learnings, uint64_t step, bool ahead);
 void take_stats(const Learnings& learnings, uint64_t step, bool ahead, std::span<std::byte> out);

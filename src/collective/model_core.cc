@@ -50,8 +50,8 @@ ModelCore::ModelCore(std::vector<NamedTensor> tensors, const CoderOptions& o)
   // All residuals are made at the start, so that a state holds the same names whenever it is saved.
   if (has_up()) job.add_residuals(feedback, job.whole(), Direction::up);
   if (has_down()) job.add_residuals(feedback, Job::of_owner(all_shards(), o.rank), Direction::down);
-  // This follows from the rules and not from the codecs of a step: it must not change from step to step, and must be the
-  // same on all ranks.
+  // This follows from the rules and not from the codecs of a step: it must not change from step to step, and must be
+  // the same on all ranks.
   for (size_t i = 0; i < job.tensors.size(); ++i)
     divisible.push_back(o.kind == Kind::all_reduce && scatter && job.up[i].traits().unit != 0 &&
                         job.down[i].traits().unit != 0);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all buckets of a model share: residuals by tensor name, what the codecs learn, the open step and the check that its
-// results are finite. A ModelCoder shows it to callers who move bytes themselves; a Reducer has one of its own.
+// What all buckets of a model share: residuals by tensor name, what the codecs learn, the open step and the check that
+// its results are finite. A ModelCoder shows it to callers who move bytes themselves; a Reducer has one of its own.
 #pragma once
 
 #include <array>

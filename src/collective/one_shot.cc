@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Collectives of one call: all_reduce, and the two directions of it by themselves, reduce_scatter and all_gather, and
-// broadcast. Nothing is kept between calls, so each builds its plans and exchanges the whole handshake, the step included.
+// broadcast. Nothing is kept between calls, so each builds its plans and exchanges the whole handshake, the step
+// included.
 #include <fmt/format.h>
 
 #include <memory>

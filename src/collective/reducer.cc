@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The all-reduce over an engine: the coding core (ModelCore, and one bucket of all tensors), an engine that moves the
-// messages, and a CommandQueue that runs the steps in order. A step that fails is rolled back here, so that it changes no
-// residual.
+// messages, and a CommandQueue that runs the steps in order. A step that fails is rolled back here, so that it changes
+// no residual.
 #include <fmt/format.h>
 
 #include <numeric>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the f32 sums of this rank's shards stand: in the outputs where those can hold them, else in memory of their own,
-// from which they are encoded again or rounded into the outputs.
+// Where the f32 sums of this rank's shards stand: in the outputs where those can hold them, else in memory of their
+// own, from which they are encoded again or rounded into the outputs.
 #pragma once
 
 #include <memory>

@@ -11,8 +11,8 @@
 //
 //   replace_file("state.json", as_bytes(std::span(text)));   // the same in one call
 //
-// Every function throws Error{io} that names the path. A FileReplacement belongs to one thread; several of them, also for
-// the same path, may be used at once, and the last one to finish wins.
+// Every function throws Error{io} that names the path. A FileReplacement belongs to one thread; several of them, also
+// for the same path, may be used at once, and the last one to finish wins.
 #pragma once
 
 #include <cstddef>

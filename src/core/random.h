@@ -3,8 +3,8 @@
 // the tensor's name, index of the element in its tensor) and on nothing else, so every device, thread count and
 // grouping draws the same ones, and ranks draw independent ones.
 //
-// A 64-bit key is made per block of 1024 elements (cheap, once a block). In the block, element (row, lane) of the 32 x 32
-// grid takes 16 bits: the low half of random_word(row / 2 * 32 + lane) in even rows, the high half in odd ones.
+// A 64-bit key is made per block of 1024 elements (cheap, once a block). In the block, element (row, lane) of the 32 x
+// 32 grid takes 16 bits: the low half of random_word(row / 2 * 32 + lane) in even rows, the high half in odd ones.
 // With 16 bits the probability of rounding up is off by at most 2^-17.
 #pragma once
 

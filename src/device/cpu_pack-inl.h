@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes, one a word, to where they stand in a message, and back, for any lane L; cpu_driver-inl.h says where that is. Included by it, once
-// per target (no include guard).
+// Codes, one a word, to where they stand in a message, and back, for any lane L; cpu_driver-inl.h says where that is.
+// Included by it, once per target (no include guard).
 
 template <class L>
 struct Packing {

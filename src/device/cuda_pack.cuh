@@ -55,12 +55,14 @@ __device__ __forceinline__ void unpack_lane(const uint32_t* words, uint32_t row0
     code[row] &= (1u << kBits) - 1;
   }
 }
-#define GW_WIDTHS(GW_CASE)                                                                                          \
-  GW_CASE(1)                                                                                                        \
-  GW_CASE(2)                                                                                                        \
-  GW_CASE(3)                                                                                                        \
-  GW_CASE(4) GW_CASE(5) GW_CASE(6) GW_CASE(7) GW_CASE(8) GW_CASE(9) GW_CASE(10) GW_CASE(11) GW_CASE(12) GW_CASE(13) \
-      GW_CASE(14) GW_CASE(15) GW_CASE(16)
+#define GW_WIDTHS(GW_CASE) \
+  GW_CASE(1)               \
+  GW_CASE(2)               \
+  GW_CASE(3)               \
+  GW_CASE(4)               \
+  GW_CASE(5)               \
+  GW_CASE(6)               \
+  GW_CASE(7) GW_CASE(8) GW_CASE(9) GW_CASE(10) GW_CASE(11) GW_CASE(12) GW_CASE(13) GW_CASE(14) GW_CASE(15) GW_CASE(16)
 __device__ __forceinline__ void pack_block(int bits, const uint32_t (&code)[32], uint32_t* words, uint32_t row0,
                                            Check& check) {
 #define GW_CASE(n)                          \

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sums of a GPU. Division is IEEE's, whatever the compiler was told about speed; rounding is the integer arithmetic of
-// core/bits.h.
+// The sums of a GPU. Division is IEEE's, whatever the compiler was told about speed; rounding is the integer arithmetic
+// of core/bits.h.
 #include "core/bits.h"
 #include "device/cuda_packs.cuh"
 #include "device/sums.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The check that the results of a step are finite. A step whose results hold a NaN or an Inf is skipped: it changes no
-// residual. On the CPU the answer is known at once. On a GPU the host does not wait for it: the check sets a flag in the
-// GPU's memory, and a kernel copies the old residuals back if the flag is set.
+// residual. On the CPU the answer is known at once. On a GPU the host does not wait for it: the check sets a flag in
+// the GPU's memory, and a kernel copies the old residuals back if the flag is set.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +32,8 @@ class FiniteCheck {
   FiniteCheck(const FiniteCheck&) = delete;
   FiniteCheck& operator=(const FiniteCheck&) = delete;
 
-  // `device` names the stream; it must be the device of construction. On a GPU the calls only enqueue, and every f32 NaN
-  // among the results becomes the NaN that a CPU would have produced.
+  // `device` names the stream; it must be the device of construction. On a GPU the calls only enqueue, and every f32
+  // NaN among the results becomes the NaN that a CPU would have produced.
   void check(const Device& device, std::span<const ResultSpan> results);
   void copy_if_bad(const Device& device, std::span<const CopySpan> spans);  // to = from if the step is skipped
   void end_step(const Device& device);                                      // counts the step and clears the flag

@@ -2,7 +2,8 @@
 // The words of lane.h for Highway vectors. Included once per target, inside the target's namespace; no include guard.
 // At most 16 lanes a vector, so that a row of 32 is a whole number of vectors.
 
-// For each set of up to eight lanes: where in the vector its members stand, one after the other; and how many of them stand before each lane.
+// For each set of up to eight lanes: where in the vector its members stand, one after the other; and how many of them
+// stand before each lane.
 struct Places {
   uint8_t members[256][8], before[256][8];
   constexpr Places() : members(), before() {
@@ -75,8 +76,9 @@ struct VectorLane {
 
   static HWY_INLINE U shr_by(U x, uint32_t n) { return hn::ShiftRightSame(x, static_cast<int>(n)); }
   static HWY_INLINE U shl_by(U x, uint32_t n) { return hn::ShiftLeftSame(x, static_cast<int>(n)); }
-  // table[index], index < kSize; the table has at least 16 floats. Up to many vectors it is looked up vector by vector and chosen by the
-  // bits of the index: that is soon known, where a chain of gathers waits long for each. Beyond, and alone, a gather does no less.
+  // table[index], index < kSize; the table has at least 16 floats. Up to many vectors it is looked up vector by vector
+  // and chosen by the bits of the index: that is soon known, where a chain of gathers waits long for each. Beyond, and
+  // alone, a gather does no less.
 #if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2
   static constexpr int kMostLookups = 128;
 #else
@@ -169,8 +171,9 @@ struct VectorLane {
     const U index = hn::PromoteTo(DU(), hn::LoadU(hwy::HWY_NAMESPACE::Rebind<uint8_t, DU>(), places[set[0]]));
     return hn::TableLookupLanes(x, hn::IndicesFromVec(DF(), index));
   }
-  // The lanes of `mask`, moved together, to the front of the vector at `out`; returns how many. What is behind them is not defined. Neither
-  // Highway's Compress(), which copies its table to the stack, nor CompressStore(), which takes some processors a hundred cycles.
+  // The lanes of `mask`, moved together, to the front of the vector at `out`; returns how many. What is behind them is
+  // not defined. Neither Highway's Compress(), which copies its table to the stack, nor CompressStore(), which takes
+  // some processors a hundred cycles.
   static HWY_INLINE size_t compress(F x, M mask, float* out) {
 #if HWY_TARGET == HWY_AVX3
     store(F{_mm512_maskz_compress_ps(mask.raw, x.raw)}, out);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operations a codec body may use, for one element at a time: the reference loop on the host, and one thread of a
-// GPU. hwy_lane-inl.h gives the same words for vectors. Each is one IEEE operation or integer arithmetic modulo 2^32, so
-// every lane computes the same bits; nothing here may be contracted into a fused multiply-add.
+// GPU. hwy_lane-inl.h gives the same words for vectors. Each is one IEEE operation or integer arithmetic modulo 2^32,
+// so every lane computes the same bits; nothing here may be contracted into a fused multiply-add.
 //
 // F floats, U unsigned, I signed, M a mask.
 #pragma once
@@ -92,7 +92,8 @@ struct ScalarLane {
   GW_HD static U count_not_less(U counts, F a, F b) { return counts + (a >= b); }
   GW_HD static U count_equal(U counts, U a, U b) { return counts + (a == b); }
   static size_t count(M mask) { return mask; }
-  // The lanes of `mask`, moved together, to `out`; returns how many. And the reverse: floats from `from` on to the lanes of `mask`.
+  // The lanes of `mask`, moved together, to `out`; returns how many. And the reverse: floats from `from` on to the
+  // lanes of `mask`.
   static size_t compress(F x, M mask, float* out) {
     *out = x;
     return mask;

@@ -4,8 +4,8 @@
 // A Call is one rank's side of an operation: its code, its root, and one span per rank in each direction. An Offer is
 // what a rank tells another one about its call: code, root, how many bytes it sends there and how many it expects from
 // there. Two ranks agree when their offers fit; compare() says in words why they do not, in the same words whichever
-// of the two asks, so that both find out without asking each other. An EngineFailure is the reason why an engine is poisoned. Traffic counts the
-// payload bytes of a rank, and adds them to the engine it was split from too.
+// of the two asks, so that both find out without asking each other. An EngineFailure is the reason why an engine is
+// poisoned. Traffic counts the payload bytes of a rank, and adds them to the engine it was split from too.
 #pragma once
 
 #include <atomic>

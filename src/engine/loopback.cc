@@ -4,9 +4,9 @@
 // Starting an operation posts the rank's spans under its own count of operations, the sequence number; the ranks that
 // posted the same number have met. A pair is what one rank sends another in one operation. As soon as both have posted,
 // the pair is ready, and the first of the two ranks that waits copies it, straight from the sender's memory into the
-// receiver's. So an operation that all ranks have started ends for the ranks that wait, whatever the others do meanwhile
-// and in whatever order they wait. An operation is over for a rank when every rank has started it and all the rank's
-// pairs are copied.
+// receiver's. So an operation that all ranks have started ends for the ranks that wait, whatever the others do
+// meanwhile and in whatever order they wait. An operation is over for a rank when every rank has started it and all the
+// rank's pairs are copied.
 //
 // The hub's mutex guards the bookkeeping only; copies run outside it, in parallel. A pair that is being copied pins
 // both ranks' postings. Pairs are claimed under the mutex and never after poison, so a wait that fails needs only to
@@ -175,8 +175,8 @@ void Hub::wait(Operation& operation, int rank) {
   }
 }
 
-// A rank first copies what it receives, each rank beginning with another peer, and then what it sends. If all ranks wait,
-// all of them copy, and no two of them read the same memory at once.
+// A rank first copies what it receives, each rank beginning with another peer, and then what it sends. If all ranks
+// wait, all of them copy, and no two of them read the same memory at once.
 bool Hub::copy_one(Lock& lock, Operation& operation, int rank) {
   const int w = world();
   for (int i = 0; i < w; ++i) {

@@ -3,8 +3,8 @@
 // payload and once for control, and never initialises or finalises anything. Destroy it before MPI_Finalize.
 //
 // Making an engine and the last step of split() are collective calls of MPI itself, which know no time-out: a rank
-// that never calls make_mpi() is waited for. split() first asks all ranks, with time-out, whether they have arrived, and
-// then whether they know that all have, so that MPI_Comm_split is called by all or by none.
+// that never calls make_mpi() is waited for. split() first asks all ranks, with time-out, whether they have arrived,
+// and then whether they know that all have, so that MPI_Comm_split is called by all or by none.
 #include "gradwire/mpi.h"
 
 #include <algorithm>

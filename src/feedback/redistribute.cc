@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Residuals for another number of ranks. What is kept is the sum of all residuals in units of the mean: (1/W) times the sum
-// of the workers' residuals, plus the owners' residuals. The arithmetic is in double, and every value is rounded once.
+// Residuals for another number of ranks. What is kept is the sum of all residuals in units of the mean: (1/W) times the
+// sum of the workers' residuals, plus the owners' residuals. The arithmetic is in double, and every value is rounded
+// once.
 #include <fmt/format.h>
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A file is written as a whole (core/file.h). A reader trusts no number before it has been checked against the size that
-// the file really has.
+// A file is written as a whole (core/file.h). A reader trusts no number before it has been checked against the size
+// that the file really has.
 #include "feedback/residual_file.h"
 
 #include <fcntl.h>

@@ -6,8 +6,8 @@
 //   bodies  per entry, in the table's order: `count` elements, then body_check u64
 //
 // head_check is the XXH64 of head (itself left out) and table, body_check that of the padded body. Entries ascend by
-// (direction, name, first) and do not overlap. A reader allocates memory only after it has checked the number against the
-// size that the file really has.
+// (direction, name, first) and do not overlap. A reader allocates memory only after it has checked the number against
+// the size that the file really has.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,8 @@ struct ResidualEntry {
   uint64_t count;
 };
 
-// The direction of an entry that is not a residual but extra state: `count` times the element's size is its bytes, a multiple of 8.
+// The direction of an entry that is not a residual but extra state: `count` times the element's size is its bytes, a
+// multiple of 8.
 inline constexpr Direction kExtra{2};
 
 // Bodies pass in chunks of at most this many bytes, a multiple of 8.

@@ -59,7 +59,8 @@ bool ResidualStore::holds(const ResidualKey& wanted, uint64_t count) const {
          residual.count - (wanted.first - key.first) >= count;
 }
 
-// The residual that holds all of [first, first + count), and the element that it starts at; null if it holds none of it.
+// The residual that holds all of [first, first + count), and the element that it starts at; null if it holds none of
+// it.
 Residual* ResidualStore::find(Direction direction, const std::string& name, uint64_t first, uint64_t count,
                               uint64_t& start) {
   const auto after = residuals_.upper_bound(ResidualKey{direction, name, first});

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one owner of residuals: by (direction, tensor name, first element), in f32 or bf16, on a device. ErrorFeedback is a
-// store with a file format; whoever else keeps residuals (the parameter server and its clients) uses a store directly.
+// The one owner of residuals: by (direction, tensor name, first element), in f32 or bf16, on a device. ErrorFeedback is
+// a store with a file format; whoever else keeps residuals (the parameter server and its clients) uses a store
+// directly.
 //
-// Each residual has two buffers: the current one, which encode reads, and the next one, where encode writes what is left
-// if the step is taken. A step that began all of a residual is committed by swapping the two; if it began only parts, their
-// new values are copied into the current buffer, so that the rest keeps what it had. A rollback forgets what was begun:
+// Each residual has two buffers: the current one, which encode reads, and the next one, where encode writes what is
+// left if the step is taken. A step that began all of a residual is committed by swapping the two; if it began only
+// parts, their new values are copied into the current buffer, so that the rest keeps what it had. A rollback forgets
+// what was begun:
 // the current buffer was never written to.
 //
 //   ResidualStore store(DType::f32, Device{});

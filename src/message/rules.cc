@@ -2,13 +2,14 @@
 // Per-tensor rules: which codec carries which tensor. `pattern=spec` parts, separated by `;`, are tried from left to
 // right and the last one is `*`, so every tensor has exactly one codec. A spec has `=` in it too ("qsgd:bits=4"), but
 // only after its `:`, and that tells a plain spec from a rule.
+#include "gradwire/rules.h"
+
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <charconv>
 
 #include "gradwire/error.h"
-#include "gradwire/rules.h"
 
 namespace gradwire {
 namespace {

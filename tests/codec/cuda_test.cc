@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What only a GPU does: errors that appear at wait(), outputs that become NaN, addresses that are not aligned, more tensors than one
-// launch takes addresses for; and whole reductions, of ranks that share one GPU with a stream each, against those of the CPU. That
-// its frames are the CPU's is the business of conformance_test. On a machine without a GPU these tests say that the CUDA code
-// was compiled and not run.
+// What only a GPU does: errors that appear at wait(), outputs that become NaN, addresses that are not aligned, more
+// tensors than one launch takes addresses for; and whole reductions, of ranks that share one GPU with a stream each,
+// against those of the CPU. That its frames are the CPU's is the business of conformance_test. On a machine without a
+// GPU these tests say that the CUDA code was compiled and not run.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -131,7 +131,8 @@ TEST_F(Cuda, MoreTensorsThanOneLaunchTakes) {
   EXPECT_EQ(gpu.decode(plan, message), cpu.decode(plan, message));
 }
 
-// What learners look at: blocks with feedback added, and side values, are those of the CPU; so is what is learned from them.
+// What learners look at: blocks with feedback added, and side values, are those of the CPU; so is what is learned from
+// them.
 TEST_F(Cuda, LearnersSeeWhatTheySeeOnTheCpu) {
   const uint64_t count = 100'001;
   const std::vector<float> x = ramp(count);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the papers and our own derivations say about the methods, checked on the codecs as they are used. Mathematics without codecs is in
-// levels_test, bits_test, clusters_test, mantissa_test and fft_test.
+// What the papers and our own derivations say about the methods, checked on the codecs as they are used. Mathematics
+// without codecs is in levels_test, bits_test, clusters_test, mantissa_test and fft_test.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -125,7 +125,8 @@ TEST(OptQuant, WhatIsSentHasTheErrorThatTheFitPredicts) {
     }
 }
 
-// Workers whose errors are independent: the mean over M has a variance of 1/M; nearest has none to average where all hold the same.
+// Workers whose errors are independent: the mean over M has a variance of 1/M; nearest has none to average where all
+// hold the same.
 TEST(OptQuant, TheMeanOverWorkersIsAsDerived) {
   const int kCells = 8;
   std::vector<float> uniform;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The coding core without an engine: here the ranks take turns in one thread, and their bytes are moved by copying. What
-// must hold: the bits of a Reducer for every codec, however tensors are grouped; a skipped step changes nothing.
+// The coding core without an engine: here the ranks take turns in one thread, and their bytes are moved by copying.
+// What must hold: the bits of a Reducer for every codec, however tensors are grouped; a skipped step changes nothing.
 #include "gradwire/coder.h"
 
 #include <cmath>

@@ -29,7 +29,8 @@ inline const Method kMethods[] = {Method::gather, Method::scatter};
 
 inline const char* name_of(Method method) { return method == Method::gather ? "gather" : "scatter"; }
 
-// Every codec. Under ThreadSanitizer, where a fit takes a minute, those that differ in what threads do: one that learns among them.
+// Every codec. Under ThreadSanitizer, where a fit takes a minute, those that differ in what threads do: one that learns
+// among them.
 inline std::vector<std::string> all_specs() {
 #if defined(__SANITIZE_THREAD__)
   return {"fp32", "qsgd", "topk", "dqsgd"};

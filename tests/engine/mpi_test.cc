@@ -20,8 +20,8 @@
 
 #include "engine/engine_pattern.h"
 #include "engine/mpi_core.h"
-#include "gradwire/mpi.h"
 #include "gradwire/error.h"
+#include "gradwire/mpi.h"
 
 namespace gradwire {
 namespace {

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Where there is nvcc but no GPU, the build leaves CUDA out. This test compiles every file that a build with CUDA would add,
-# with the compiler's optimiser off where it can be (a seventh of the time), so that a change cannot break them unseen.
+# Where there is nvcc but no GPU, the build leaves CUDA out. This test compiles every file that a build with CUDA would
+# add, with the compiler's optimiser off where it can be (a seventh of the time), so that a change cannot break them
+# unseen.
 #
 #   GRADWIRE_BUILD=build tests/install/cuda_compile_test.sh
 set -euo pipefail

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What learning promises: all ranks learn the same, from integers, for the same step; a restored run goes on bit for bit; a skipped step
-// teaches nothing; messages carry what a decoder needs.
+// What learning promises: all ranks learn the same, from integers, for the same step; a restored run goes on bit for
+// bit; a skipped step teaches nothing; messages carry what a decoder needs.
 #include "gradwire/learn.h"
 
 #include <gtest/gtest.h>

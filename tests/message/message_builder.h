@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Malformed messages for tests: a well-formed message is encoded, some of its bytes are changed, and its checksums are
-// made right again, so that the checks behind the checksums run. A slip in the table of offsets itself would show in the
-// golden frames and in the second decoder, which is written from docs/wire-format.md alone.
+// made right again, so that the checks behind the checksums run. A slip in the table of offsets itself would show in
+// the golden frames and in the second decoder, which is written from docs/wire-format.md alone.
 #pragma once
 
 #include <gtest/gtest.h>

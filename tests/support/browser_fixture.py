@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A headless browser for tests of pages, cut off from every network but what `reaches` names, and what all pages can be asked."""
+"""A headless browser for tests of pages, cut off from every network but what `reaches` names.
+
+It also has the questions that can be asked of all pages.
+"""
 
 import os
 import shutil

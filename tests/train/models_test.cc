@@ -300,7 +300,7 @@ TEST(Models, WrongSpecsAreRefusedByName) {
   refused({.spec = "mlp:width=0"}, task, "width", {"'0'", "1 to 65536"});
   refused({.spec = "mlp:width=5x"}, task, "width", {"'5x'"});
   refused({.spec = "mlp:width=5,width=6"}, task, "width", {"twice"});
-  refused({.spec = "mlp:width=5,"}, task, "model", {"'mlp:'", "colon"});
+  refused({.spec = "mlp:width=5,"}, task, "model", {"'mlp:width=5,'", "comma"});
   refused({.spec = "mlp:hidden=5"}, task, "hidden", {"'hidden'", "width, depth"});
   refused({.spec = "resnet20:width=5"}, task, "width", {"takes none"});
   refused({.spec = "gpt:width=10,heads=4"}, language(), "heads", {"heads is 4", "10"});
@@ -310,9 +310,9 @@ TEST(Models, WrongSpecsAreRefusedByName) {
 }
 
 TEST(Models, TasksThatDoNotFitAreRefused) {
-  refused({.spec = "bilstm"}, images(1, 28), "model", {"bilstm", "text with one label a sample", "has images"});
-  refused({.spec = "gpt"}, sentences(), "model", {"gpt", "label a token", "one label a sample"});
-  refused({.spec = "bilstm"}, language(), "model", {"bilstm", "label a token"});
+  refused({.spec = "bilstm"}, images(1, 28), "model", {"bilstm", "text with one label per sample", "has images"});
+  refused({.spec = "gpt"}, sentences(), "model", {"gpt", "label per token", "one label per sample"});
+  refused({.spec = "bilstm"}, language(), "model", {"bilstm", "label per token"});
   refused({.spec = "resnet20"}, sentences(), "model", {"resnet20", "images"});
   refused({.spec = "cnn"}, images(1, 7), "model", {"at least 8 x 8", "7 x 7"});
   refused({.spec = "cnn"}, images(1, 28, 1), "task", {"1 classes"});

@@ -258,7 +258,7 @@ def test_people_read_a_header_a_row_an_epoch_and_where_time_and_memory_went(smal
     assert lines[1].split()[:3] == ["epoch", "train", "loss"]
     assert [line.split()[0] for line in lines[2:4]] == ["1", "2"] and lines[4] == ""
     assert all(len(line) == len(lines[1]) for line in lines[2:4]), "columns stand under their names"
-    for word in ["tensor", "relative error", "cosine", "fc1.weight", "12,544", "fc2.bias", "at step 16",
+    for word in ["tensor", "error", "cosine", "fc1.weight", "12,544", "fc2.bias", "at step 16",
                  "learned (up): levels:", "learned (down): levels:"]:
         assert word in out
     for start, names in [("time of one worker: ", ["compute", "encode", "decode", "waiting", "passed"]),

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The golden frames: which messages are pinned in tests/wire/golden, and from what input. make_golden.cc writes them once;
+// The golden frames: which messages are pinned in tests/wire/golden, and from what input. make_golden.cc writes them
+// once;
 // message_test.cc encodes the same input again and wants the same bytes. The input is a function of (seed, index), so
 // that any program in any language can make it:
 //

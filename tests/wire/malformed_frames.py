@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Malformed frames: golden frames with one wrong thing in them and the checksums made right again (reseal), so that only
+"""Malformed frames: golden frames with one wrong thing in them and the checksums made right again (reseal), so that
+only
 the rule in question can refuse them. An entry is a rule of section 9 of docs/wire-format.md, a frame, an edit, and the
 field that the refusal must name.
 

@@ -161,7 +161,8 @@ def norms_of(spec, scales):
         malformed = scales != f32_bits(fixed_range(spec))
     else:
         malformed = scales >= INFINITY
-    refuse_if((malformed & ~marked).any(), "scales", "a norm is negative, Inf, a NaN that is not the marker, or not the range")
+    refuse_if((malformed & ~marked).any(), "scales",
+              "a norm is negative, Inf, a NaN that is not the marker, or not the range")
     return marked, floats_of(np.where(marked, 0, scales))
 
 
@@ -288,7 +289,8 @@ def decode_casq(spec, region, count, first=0):
             refuse_if(words[1:].any(), "buckets", "a marked unit has another scale word than 0")
             bits[place] = MARKER
             continue
-        refuse_if(words[0] >= INFINITY, "scales", "the largest magnitude is negative, Inf or another NaN than the marker")
+        refuse_if(words[0] >= INFINITY, "scales",
+                  "the largest magnitude is negative, Inf or another NaN than the marker")
         bucket = casq_buckets(spec, codes[place], m, first + np.arange(start, start + elements))
         if spec.parameters["mode"] == "paper":
             means = words[1 : 1 + m]

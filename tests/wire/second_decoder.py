@@ -23,7 +23,8 @@ M64 = 2**64 - 1
 __all__ = ["Message", "Refused", "Tensor", "body_check", "decode", "head_check", "xxh64"]
 
 Message = namedtuple("Message", "step stage rank world tensors")
-# spec: the text; table: its words; shape: a tuple, empty for none; values: f32; slack: how far a value may be off, 0 of all codecs but fft
+# spec: the text; table: its words; shape: a tuple, empty for none; values: f32; slack: how far a value may be off, 0 of
+# all codecs but fft
 Tensor = namedtuple("Tensor", "name_hash count first spec table dtype shape values slack")
 
 

@@ -82,10 +82,10 @@ CODECS = {
     "loggrid": [("k", integer(0, 30)), SCALE, BUCKET],
     "unigrid": [("bits", integer(2, 16)), ("range", real(0, 3e38)), SCALE, BUCKET],
     "casq": [("bits", integer(1, 4)), ("budget", real(0.0001, 1)), MODE, ("counts", one_of("off", "on"))],
-    "nuqsgd": [("bits", integer(2, 8)), BUCKET, NORM, ("rounding", one_of("random", "nearest"))],
     "fft": [("theta", real(0, 0.9999)), ("chunk", one_of(*(2**n for n in range(8, 13)))),
             ("format", one_of("range", "float")), ("bits", integer(4, 16)), ("mantissa", integer(0, 14)),
             ROUND_OR_PAPER],
+    "nuqsgd": [("bits", integer(2, 8)), BUCKET, NORM, ("rounding", one_of("random", "nearest"))],
 }
 
 
