@@ -76,7 +76,7 @@ def refusals(rank: Rank, how: str) -> str:
         ),
         ("method", ["UsageError: method is 'ring'; allowed are scatter, gather"] * 2),
         ("residual", ["UsageError: residual is torch.float16"] * 2),
-        ("paper", ["UnsupportedError: dqsgd:mode=paper must see"] * 2),
+        ("paper", ["UnsupportedError: a codec with mode=paper must see"] * 2),
         ("warmup", ["UsageError: warmup"] * 2),
         ("no ddp", ["UsageError: model is a Sequential that is not distributed"] * 2),
     ],

@@ -59,8 +59,8 @@ ModelCoder::ModelCoder(std::vector<NamedTensor> tensors, const CoderOptions& opt
     if (one->ahead())
       throw Error(
           ErrorKind::unsupported,
-          "dqsgd:mode=paper must see a whole step before any of it is sent, which buckets that leave one by one "
-          "do not allow; the default mode decides from the step before",
+          "a codec with mode=paper must see a whole step before any of it is sent, which buckets that leave one by one "
+          "do not allow; its default mode decides from the step before",
           "mode");
 }
 ModelCoder::~ModelCoder() = default;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Per-tensor rules: which codec carries which tensor. `pattern=spec` parts, separated by `;`, are tried from left to
-// right and the last one is `*`, so every tensor has exactly one codec. A spec has `=` in it too ("qsgd:bits=4"), but
-// only after its `:`, and that tells a plain spec from a rule.
+// right and the last one is `*`, so every tensor has exactly one codec. A spec has `=` in it too ("name:key=value"),
+// but only after its `:`, and that tells a plain spec from a rule.
 #include "gradwire/rules.h"
 
 #include <fmt/format.h>

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The C++ and CUDA sources are formatted as .clang-format says, and no line of the sources, the Python package, the tests
-# and the pages is longer than 120 columns. In pages, tables and lines of one word, such as a link, are exempt.
+# The C++ and CUDA sources are formatted as .clang-format says, and no line of the sources, the Python package, the
+# tests and the pages is longer than 120 columns. In pages, tables and lines of one word, such as a link, are exempt.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export LC_ALL=C.UTF-8
