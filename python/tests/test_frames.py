@@ -85,7 +85,9 @@ def test_every_codec_takes_every_dtype_and_gives_back_the_kind(spec, kind, gradi
     decoded = gradwire.decode(frame)
     assert type(decoded) is type(values) and decoded.dtype == values.dtype and decoded.shape == values.shape
     error = relative_error(as_numpy, decoded.float() if kind.startswith("torch") else decoded)
-    assert error == 0 if spec == "fp32" else 0 < error < 1.5 or kind[-4:] in ("at16", "f2")
+    # Keeping every value is exact. Three levels of the largest magnitude, without clipping, are unbiased and far off.
+    exact, bound = spec in ("fp32", "topk:ratio=1"), 20 if spec == "terngrad:clip=0" else 1.5
+    assert error == 0 if exact else 0 < error < bound or kind[-4:] in ("at16", "f2")
     assert gradwire.encode(values, spec, seed=5, threads=3) == frame  # the bytes do not depend on it
     assert frame.nbytes == len(frame) == len(bytes(frame)) == frame.head["total_bytes"]
 
