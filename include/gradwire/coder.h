@@ -4,8 +4,7 @@
 //
 //   ModelCoder    all tensors of a model: residuals by name, what the codecs learn, the step and whether it is finite
 //   BucketCoder   some of these tensors (a bucket), coded together. How tensors are grouped into buckets changes no
-//   value
-//                 and no residual, and may differ from step to step
+//                 value and no residual, and may differ from step to step
 //
 //   model.begin(step, {});
 //   for each bucket:  bucket.begin();

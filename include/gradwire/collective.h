@@ -10,12 +10,10 @@
 // There are two methods:
 //
 //   gather    every rank gets the messages of all ranks and averages the decoded tensors. This is what the papers do;
-//   the
-//             bytes grow with the number of ranks.
+//             the bytes grow with the number of ranks.
 //   scatter   every rank owns shards: an all-to-all of encoded shards, decode and add in rank order, encode the mean
-//   once
-//             more, all-gather. The bytes do not grow with the number of ranks. The second encoding has one sender, so
-//             by default it rounds to nearest and feeds the owner's residual back.
+//             once more, all-gather. The bytes do not grow with the number of ranks. The second encoding has one
+//             sender, so by default it rounds to nearest and feeds the owner's residual back.
 //
 // Shards are functions of (tensor name, element index, number of ranks): how tensors are grouped into calls changes
 // nothing.
@@ -108,10 +106,9 @@ class Reducer {
 
   // Tensor i of the list is read from in[i] and its result written to out[i]; they may be the same memory, and must
   // stay until the handle's wait() returns. Spans of floats are for tensors that are all f32, and their sizes are
-  // checked;
-  // pointers are for any type. Steps run in the order of the calls; wait() throws what went wrong. A step that failed
-  // has changed no residual. If only one rank's arguments are wrong, or ranks disagree about step or loss_scale, all
-  // ranks are told before data move, and can go on; any later failure poisons the engine.
+  // checked; pointers are for any type. Steps run in the order of the calls; wait() throws what went wrong. A step that
+  // failed has changed no residual. If only one rank's arguments are wrong, or ranks disagree about step or loss_scale,
+  // all ranks are told before data move, and can go on; any later failure poisons the engine.
   Handle start(uint64_t step, std::span<const void* const> in, std::span<void* const> out, float loss_scale = 1.0f);
   Handle start(uint64_t step, FloatInputs in, FloatOutputs out, float loss_scale = 1.0f);
   // start() and wait().
@@ -144,15 +141,14 @@ class Reducer {
 };
 
 // The mean of `data` over all ranks (or the sum, by the options), in place, in one call. Nothing is kept between calls,
-// so there is no error feedback: an option that asks for it is refused. Random codecs draw other bits for another
-// `step`.
+// so there is no error feedback: an option that asks for it is refused. The random bits of a codec follow from `step`.
 void all_reduce(Engine& engine, std::span<float> data, const std::string& codec, uint64_t step = 0);
 void all_reduce(Engine& engine, std::span<float> data, const ReduceOptions& options, uint64_t step = 0);
 
 // The two directions by themselves, each on one list of tensors, as FSDP needs them: the up codec is for
 // reduce_scatter, the down codec for all_gather. The caller owns the residuals and decides on the step; after an error
-// it must roll it back.
-// reduce_scatter: out holds this rank's shards, in the order of shards(), back to back, as f32.
+// it must roll it back. The output of reduce_scatter holds this rank's shards, in the order of shards(), back to
+// back, as f32.
 void reduce_scatter(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,
                     std::span<const void* const> in, std::span<float> out, ErrorFeedback* feedback = nullptr);
 void all_gather(Engine& engine, std::span<const NamedTensor> tensors, const ReduceOptions& options, uint64_t step,

@@ -72,8 +72,7 @@ class ErrorFeedback {
   static std::vector<ErrorFeedback> redistribute(std::span<const ErrorFeedback> ranks, int new_world);
 
   // Extra state that must survive with the residuals, by name: what codecs have learned. Each has a multiple of 8
-  // bytes.
-  // redistribute() keeps that of rank 0, since it is the same on all ranks.
+  // bytes. redistribute() keeps that of rank 0, since it is the same on all ranks.
   void set_extra(const std::string& name, std::span<const std::byte> bytes);
   const std::map<std::string, std::vector<std::byte>>& extras() const;
 

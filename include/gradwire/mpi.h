@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The engine over MPI, for builds that found MPI (mpi_built() in engine.h). This is the only header that includes
-// <mpi.h>;
-// a program that uses it links MPI::MPI_CXX too, and the MPI library must be the one that gradwire was built with.
+// <mpi.h>; a program that uses it links MPI::MPI_CXX too, and the MPI library must be the one that gradwire was built
+// with.
 //
 //   int level;
 //   MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Casts to f32, f16 and bf16. Each element is a unit of its own: what is not finite, or does not fit, becomes the
-// format's marker.
-// What a body is: codec/body.h. Included by bodies.def, so it has no include guard.
+// format's marker. What a body is: codec/body.h. Included by bodies.def, so it has no include guard.
 
 struct Cast32Body : NoScales {
   static constexpr int kCodeBits = 32;

@@ -6,8 +6,7 @@
 // Each residual has two buffers: the current one, which encode reads, and the next one, where encode writes what is
 // left if the step is taken. A step that began all of a residual is committed by swapping the two; if it began only
 // parts, their new values are copied into the current buffer, so that the rest keeps what it had. A rollback forgets
-// what was begun:
-// the current buffer was never written to.
+// what was begun: the current buffer was never written to.
 //
 //   ResidualStore store(DType::f32, Device{});
 //   store.add({Direction::up, "layer.weight", 0}, count);

@@ -27,8 +27,7 @@ std::string_view view(const std::vector<uint8_t>& bytes) {
 }
 
 // The one file of a directory whose name has this part; empty without one. What is named for training is never a test
-// part
-// ("latest-train.txt").
+// part ("latest-train.txt").
 std::string file_named(const Place& place, const std::string& part) {
   std::vector<std::string> found;
   std::error_code error;

@@ -3,8 +3,7 @@
 
 A fenced block runs when the line `<!-- run -->` is right above its fence; with `<!-- run: program -->` it runs only
 where the build has that program. Marked blocks run in the order of the page and in one scratch folder, so a later one
-use
-the files of an earlier one. The folder has a link `build`, `gradwire` is on the path, and python3 has numpy.
+may use the files of an earlier one. The folder has a link `build`, `gradwire` is on the path, and python3 has numpy.
 
   ```cpp       one whole program: built against the installed package as main.cc, then run in the scratch folder
   ```cmake     the CMakeLists.txt of every ```cpp block; without one, that of tests/install/consumer is taken

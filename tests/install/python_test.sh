@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # The Python package as users have it: a wheel from this tree, installed in a new virtual environment, tested from
-# there.
-# numpy, pytest, torch and the tools that build the wheel are those of build/venv; the package itself is the wheel's.
+# there. numpy, pytest, torch and the tools that build the wheel are those of build/venv; the package itself is the
+# wheel's.
 set -euo pipefail
 source=$(cd "$(dirname "$0")/../.." && pwd)
 work=${GRADWIRE_BUILD:?}/python-test

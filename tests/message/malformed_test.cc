@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Malformed messages with right checksums, a test for each rule of docs/wire-format.md section 9: the refusal must name
-// the field.
-// The largest block of memory that was asked for is watched too: no count may be believed before it is checked.
+// the field. The largest block of memory that was asked for is watched too: no count may be believed before it is
+// checked.
 #include <gtest/gtest.h>
 
 #include <atomic>

@@ -3,8 +3,7 @@
 //
 //   store_tool save FILE    saves a state whose numbers the test knows
 //   store_tool show FILE    what a safetensors file holds, as JSON: its metadata, and its tensors with the bits of
-//   their
-//                           values as floats; of a server's checkpoint also step, signature and workers
+//                           their values as floats; of a server's checkpoint also step, signature and workers
 //
 // An error goes to standard error, kind and field first, with exit status 1.
 #include <bit>

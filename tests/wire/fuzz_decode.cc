@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // libFuzzer gives arbitrary bytes to everything that reads foreign input: messages (as they come, with the checksums
 // made right, and as a freshly encoded message with some bytes changed), spec strings as users write them and as
-// messages carry them, rules, tables and residual files. Only
-// gradwire::Error may come out; another exception, a sanitizer's report or a broken promise (trap) is a finding.
+// messages carry them, rules, tables and residual files. Only gradwire::Error may come out; another exception, a
+// sanitizer's report or a broken promise (trap) is a finding.
 //
 // The first byte chooses the way, except that what begins with the magic is a message: the golden frames are the seeds.
 #include <fcntl.h>

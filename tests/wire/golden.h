@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The golden frames: which messages are pinned in tests/wire/golden, and from what input. make_golden.cc writes them
-// once;
-// message_test.cc encodes the same input again and wants the same bytes. The input is a function of (seed, index), so
-// that any program in any language can make it:
+// once; message_test.cc encodes the same input again and wants the same bytes. The input is a function of (seed,
+// index), so that any program in any language can make it:
 //
 //   state = state * 6364136223846793005 + 1442695040888963407   (u64), from state = seed, once before each value
 //   u = ((state >> 40) - 2^23) * 2^-23;   x = ((u * u) * u) * scale   (each an f32 operation)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Malformed frames: golden frames with one wrong thing in them and the checksums made right again (reseal), so that
-only
-the rule in question can refuse them. An entry is a rule of section 9 of docs/wire-format.md, a frame, an edit, and the
-field that the refusal must name.
+only the rule in question can refuse them. An entry is a rule of section 9 of docs/wire-format.md, a frame, an edit, and
+the field that the refusal must name.
 
 An edit changes a bytearray in place. put overwrites bytes, swap and text replace text of the specs, table gives the
 first spec another table; those that change the head's length keep rows and body as they are.

@@ -290,8 +290,7 @@ atexit.register(Transport.close_all)
 
 def _leave_backward() -> None:
     """Waits, for at most ten seconds, until no other thread is in a backward pass. A thread that needs the interpreter
-    after
-    it has ended would hang with DDP's locks held, and the destructor of DDP with it."""
+    after it has ended would hang with DDP's locks held, and the destructor of DDP with it."""
 
     def is_in_backward(frame: types.FrameType | None) -> bool:
         while frame is not None and frame.f_code.co_name != "_engine_run_backward":
