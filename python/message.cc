@@ -90,16 +90,12 @@ void bind_message(py::module_& module) {
       .def_property_readonly("body_offsets", [](const Head& h) { return h.body_offsets; });
 
   module.attr("wire_version") = kWireVersion;
-  module.attr("piece_grain") = kPieceGrain;
   module.def("read_head", &read, py::arg("message"), py::arg("nbytes"), py::arg("max_elements"), py::arg("max_tensors"),
              Unlocked(), "The head, or FrameError.");
   module.def(
       "verify_body",
       [](Address message, size_t bytes, const Head& head) { verify_body(bytes_at(message, bytes), head); },
       py::arg("message"), py::arg("nbytes"), py::arg("head"), Unlocked(), "FrameError when the body was altered.");
-  module.def(
-      "reseal", [](Address message, size_t bytes) { reseal(bytes_at(message, bytes)); }, py::arg("message"),
-      py::arg("nbytes"), Unlocked(), "Makes the checksums right again: for tests of malformed messages.");
 }
 
 }  // namespace gradwire::python

@@ -9,7 +9,7 @@
 #include <stdexcept>
 
 #include "core/bits.h"
-#include "gradwire/error.h"
+#include "core/check.h"
 
 namespace gradwire::app {
 namespace {

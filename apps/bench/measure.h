@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "gradwire/error.h"
+#include "core/check.h"
 
 namespace gradwire::app {
 

@@ -10,7 +10,7 @@
 
 #include "bench/measure.h"
 #include "bench/synthetic.h"
-#include "gradwire/error.h"
+#include "core/check.h"
 
 namespace gradwire::app {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <fmt/format.h>
 
-#include "gradwire/error.h"
+#include "core/check.h"
 
 namespace gradwire::app {
 namespace {

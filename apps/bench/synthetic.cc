@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "bench/measure.h"
+#include "core/check.h"
 
 namespace gradwire::app {
 namespace {

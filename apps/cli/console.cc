@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdio>
 
+#include "core/check.h"
 #include "gradwire/error.h"
 
 namespace gradwire::app {

@@ -11,6 +11,7 @@
 #include <optional>
 #include <string_view>
 
+#include "core/check.h"
 #include "gradwire/error.h"
 
 namespace gradwire::app {

@@ -5,6 +5,7 @@
 // element. The page inserts it as text, never as markup.
 #include <string_view>
 
+#include "core/check.h"
 #include "gradwire/error.h"
 #include "report/report.h"
 #include "report/report_write.h"

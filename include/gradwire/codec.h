@@ -10,6 +10,9 @@
 // its own. Fitting to one tensor, and learning step by step with other ranks: learn.h.
 //
 // The size depends on (codec, count) alone, never on the values, so sizes are known before any data exist.
+//
+// Threads: a Codec never changes, but by assignment. Any number of threads may use one at once, its copies are
+// independent of it, and the functions without a Codec (parse, parse_wire, codecs) may be called from any thread.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +23,6 @@
 #include <vector>
 
 namespace gradwire {
-
-struct Scheme;    // what a driver needs to know of a codec: src/device/scheme.h
-struct CodecDef;  // how a codec defines itself: src/codec/define.h
-struct UnitOps;   // how a codec with units of its own is run: src/codec/unit.h
 
 struct ParameterInfo {
   std::string name;
@@ -68,14 +67,12 @@ class Codec {
   std::string get(std::string_view parameter) const;
   Codec with(std::string_view parameter, std::string_view value) const;  // the table is left behind
   std::span<const uint32_t> table() const;                               // what was learned; empty: the defaults
-  Codec fitted(std::span<const uint32_t> table) const;  // throws Error{usage, "table"} naming what is wrong with it
-  std::vector<std::string> describe() const;            // the table in words, for people; empty without one
-  const Scheme& scheme() const;
-  const UnitOps* unit_ops() const;                         // null for codecs that turn each element into a code
+  Codec fitted(std::span<const uint32_t> table) const;     // throws Error{usage, "table"} naming what is wrong with it
+  std::vector<std::string> describe() const;               // the table in words, for people; empty without one
   friend bool operator==(const Codec& a, const Codec& b);  // spec and table
-  friend const CodecDef& definition_of(const Codec& codec);
 
  private:
+  friend struct CodecAccess;  // for the library's own functions
   struct Impl;
   explicit Codec(std::shared_ptr<const Impl> impl);
   std::shared_ptr<const Impl> impl_;

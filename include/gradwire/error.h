@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two kinds of error. The world failed (a bad argument, a bad frame, a peer that died, a full disk): the
-// library throws `Error`, whose message names the field, the value and what was expected. We failed (a broken
-// invariant): GW_CHECK throws std::logic_error. The library never prints and never exits.
+// Where an argument or a message is wrong, a peer dies or a disk is full, the library throws `Error`, whose message names
+// the field, the value and what was expected. A std::logic_error is a mistake in the library itself. The library never
+// prints and never exits.
 #pragma once
 
 #include <stdexcept>
@@ -11,7 +11,7 @@ namespace gradwire {
 
 enum class ErrorKind {
   usage,        // an argument or a spec string is wrong
-  frame,        // a message is truncated, altered, of another version, or lies
+  frame,        // a message is truncated, altered, of another version, or malformed
   mismatch,     // ranks disagree about what they are about to do
   engine,       // a peer stalled or died; the engine is poisoned
   io,           // a file could not be read or written
@@ -35,11 +35,3 @@ class Error : public std::runtime_error {
 };
 
 }  // namespace gradwire
-
-#define GW_STRINGIFY_(x) #x
-#define GW_STRINGIFY(x) GW_STRINGIFY_(x)
-#define GW_CHECK(condition)                                                                                           \
-  do {                                                                                                                \
-    if (!(condition))                                                                                                 \
-      throw std::logic_error("gradwire: broken invariant: " #condition " (" __FILE__ ":" GW_STRINGIFY(__LINE__) ")"); \
-  } while (false)

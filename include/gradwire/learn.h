@@ -10,6 +10,9 @@
 //
 // The table is part of the codec and travels in every message. save() and restore() keep the rest: a run that was
 // stopped and restored goes on bit for bit. A Reducer does all this by itself, and keeps the state with the residuals.
+//
+// Threads: a Learner belongs to one thread at a time, and observe() and collect() use the runner, which then belongs to
+// that thread too. Different learners are independent, and fit() may be called from any thread.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reading the head of a message: every field is checked before anything relies on it. The format is described in
 // docs/wire-format.md.
+//
+// Threads: these functions keep nothing between calls. Any number of threads may call them at once, also for the same
+// message, as long as none writes to it.
 #pragma once
 
 #include <cstddef>
@@ -41,8 +44,5 @@ Head read_head(std::span<const std::byte> message, const Limits& limits = {});
 
 // Throws Error{frame, "body_check"} when the body was altered.
 void verify_body(std::span<const std::byte> message, const Head& head);
-
-// Recomputes both checksums in place, so that tests reach the checks behind them with malformed messages.
-void reseal(std::span<std::byte> message);
 
 }  // namespace gradwire

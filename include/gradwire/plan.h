@@ -2,6 +2,9 @@
 // A Plan is a list of named tensors, each with a codec, and the layout of the one message that carries them. A plan is
 // built once, and calls of encode and decode then neither allocate nor, on a GPU, synchronise. A model has hundreds of
 // small tensors: with one plan they take one launch and one message. A frame is a message of one tensor.
+//
+// Threads: a Plan never changes, but by assignment or a move. Any number of threads, and of runners, may use one at
+// once.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +48,7 @@ struct Stamp {
   uint32_t world = 1;
 };
 
-struct Layout;  // src/message/layout.h
+struct Layout;  // where everything stands in the message: the library's own
 
 class Plan {
  public:
@@ -57,9 +60,9 @@ class Plan {
   const std::vector<TensorSpec>& tensors() const;
   uint64_t elements() const;
   size_t message_bytes() const;  // exact, and so also the bound
-  const Layout& layout() const;
 
  private:
+  friend const Layout& layout_of(const Plan& plan);
   std::unique_ptr<Layout> layout_;
 };
 

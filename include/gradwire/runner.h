@@ -3,10 +3,6 @@
 // runner owns the tables and the workspace that the plan needs there, made once in make_runner(). The bytes it
 // produces do not depend on the device, the vector width, the number of threads or the grouping of tensors.
 //
-// A runner is used by one thread at a time: no two of its functions may run at once, wait() and poll() included.
-// Different runners are independent, also those of one plan. On the CPU a call returns when its work is done;
-// Device::threads says how many threads share it. On a GPU a call enqueues its work on the stream and returns.
-//
 //   Plan plan({{"layer.weight", 1'000'000, DType::f32, Codec::parse("qsgd:bits=4")}});
 //   auto runner = make_runner(plan, Device{});
 //   std::vector<std::byte> message(plan.message_bytes());
@@ -14,6 +10,10 @@
 //   runner->encode(in, Stamp{.seed = 1, .step = 7}, message);
 //   void* out[] = {restored.data()};
 //   runner->decode(message, out);
+//
+// Threads: a runner belongs to one thread at a time: no two of its functions may run at once, wait() and poll()
+// included. Different runners are independent, also those of one plan. On the CPU a call returns when its work is done;
+// Device::threads says how many threads share it. On a GPU a call enqueues its work on the stream and returns.
 #pragma once
 
 #include <cstddef>

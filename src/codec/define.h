@@ -14,7 +14,8 @@
 
 namespace gradwire {
 
-class Fitter;  // codec/fitter.h
+class Fitter;    // codec/fitter.h
+struct UnitOps;  // codec/unit.h
 
 struct Parameter {
   enum class Type { integer, power_of_two, real, choice };
@@ -64,9 +65,12 @@ struct CodecDef {
   const UnitOps* unit = nullptr;  // codecs with units of their own: unit.h
 };
 
+// What a Codec is made of, which its public interface does not show.
 const CodecDef& definition_of(const Codec& codec);
-Codec nearest_of(const Codec& codec);  // the codec itself where there is no choice
-Codec alone_of(const Codec& codec);    // with the values of Parameter::alone
+const Scheme& scheme_of(const Codec& codec);     // what a driver needs to know of it
+const UnitOps* unit_ops_of(const Codec& codec);  // null for codecs that turn each element into a code
+Codec nearest_of(const Codec& codec);            // the codec itself where there is no choice
+Codec alone_of(const Codec& codec);              // with the values of Parameter::alone
 
 #define GW_CODEC(name) CodecDef codec_##name();
 #include "codec/codecs.def"

@@ -111,7 +111,12 @@ struct Codec::Impl {
   }
 };
 
-const CodecDef& definition_of(const Codec& codec) { return *codec.impl_->def; }
+struct CodecAccess {
+  static const Codec::Impl& impl(const Codec& codec) { return *codec.impl_; }
+};
+const CodecDef& definition_of(const Codec& codec) { return *CodecAccess::impl(codec).def; }
+const Scheme& scheme_of(const Codec& codec) { return CodecAccess::impl(codec).scheme; }
+const UnitOps* unit_ops_of(const Codec& codec) { return definition_of(codec).unit; }
 
 Codec nearest_of(const Codec& codec) {
   const CodecDef& def = definition_of(codec);
@@ -158,8 +163,6 @@ std::string Codec::str() const { return impl_->text; }
 std::string Codec::wire_spec() const { return impl_->wire_text; }
 const std::string& Codec::name() const { return impl_->def->name; }
 Traits Codec::traits() const { return impl_->traits; }
-const Scheme& Codec::scheme() const { return impl_->scheme; }
-const UnitOps* Codec::unit_ops() const { return impl_->def->unit; }
 uint64_t Codec::bytes(uint64_t count) const { return region_words(*this, count) * 4; }
 bool Codec::has(std::string_view parameter) const { return impl_->values.text.count(std::string(parameter)) > 0; }
 

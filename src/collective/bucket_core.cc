@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "gradwire/merge.h"
+#include "message/merge.h"
 
 namespace gradwire {
 namespace {

@@ -13,6 +13,7 @@
 #include <map>
 
 #include "core/bits.h"
+#include "core/check.h"
 #include "core/float_mode.h"
 #include "gradwire/error.h"
 

@@ -10,7 +10,7 @@
 
 #include "collective/host_staging.h"
 #include "gradwire/collective.h"
-#include "gradwire/merge.h"
+#include "message/merge.h"
 
 namespace gradwire {
 

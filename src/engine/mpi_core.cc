@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "core/check.h"
+
 namespace gradwire::engine_detail {
 
 namespace {

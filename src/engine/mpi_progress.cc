@@ -7,6 +7,7 @@
 #include <cstring>
 #include <exception>
 
+#include "core/check.h"
 #include "engine/mpi_core.h"
 
 namespace gradwire::engine_detail {

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/bits.h"
+#include "core/check.h"
 #include "gradwire/error.h"
 
 namespace gradwire {

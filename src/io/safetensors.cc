@@ -18,6 +18,7 @@
 #include <memory>
 
 #include "core/bits.h"
+#include "core/check.h"
 #include "core/float_mode.h"
 #include "gradwire/error.h"
 #include "io/safetensors_header.h"

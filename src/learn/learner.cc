@@ -23,7 +23,7 @@ constexpr uint64_t kSampleBlocks = 256;
 
 // What a unit is for a sample: tiles stand for whole tensors.
 uint64_t sample_unit(const Codec& codec) {
-  const uint64_t unit = codec.scheme().unit;
+  const uint64_t unit = scheme_of(codec).unit;
   return unit == 0 ? kTile : unit;
 }
 
@@ -82,7 +82,7 @@ struct Learner::State {
   void expect_scales(const Plan& plan, std::span<const uint32_t> which) {
     for (uint32_t tensor : which) {
       const TensorSpec& spec = plan.tensors()[tensor];
-      const Scheme& scheme = spec.codec.scheme();
+      const Scheme& scheme = scheme_of(spec.codec);
       if (!scheme.scale_words) continue;
       Observed one{name_of(spec), spec.first, {}, std::vector<uint32_t>(unit_count(scheme, spec.count)), {}};
       for (uint64_t unit = 0; unit < one.scales.size(); ++unit)

@@ -57,8 +57,8 @@ Layout make_layout(std::vector<TensorSpec> tensors) {
     check_shape(t);
     head_bytes += t.shape.size() * wire::kExtentBytes;
     Region region;
-    region.scheme = t.codec.scheme();
-    region.unit = t.codec.unit_ops();
+    region.scheme = scheme_of(t.codec);
+    region.unit = unit_ops_of(t.codec);
     if (too_many(t.codec, t.count))
       throw Error(ErrorKind::usage,
                   fmt::format("tensor '{}' has {} elements; {} on whole tensors takes at most 2^32 - 1", t.name,
@@ -103,7 +103,7 @@ Plan& Plan::operator=(Plan&&) noexcept = default;
 const std::vector<TensorSpec>& Plan::tensors() const { return layout_->tensors; }
 uint64_t Plan::elements() const { return layout_->elements; }
 size_t Plan::message_bytes() const { return layout_->message_bytes(); }
-const Layout& Plan::layout() const { return *layout_; }
+const Layout& layout_of(const Plan& plan) { return *plan.layout_; }
 
 size_t bound(const Codec& codec, uint64_t count) {
   return make_layout({{"", count, DType::f32, codec}}).message_bytes();

@@ -16,6 +16,8 @@
 
 namespace gradwire {
 
+struct UnitOps;  // codec/unit.h
+
 // The part of the body that one tensor, or one piece of a tensor, takes. Offsets are in words of 4 bytes.
 struct Region {
   Scheme scheme;
@@ -45,6 +47,7 @@ struct Layout {
 // Empty where a shape fits its count, or is empty; else what is wrong with it, in words.
 std::string shape_problem(std::span<const uint64_t> shape, uint64_t count);
 
+const Layout& layout_of(const Plan& plan);
 Layout make_layout(std::vector<TensorSpec> tensors);  // throws Error{usage} for what no message can hold
 
 // The head with its check. body_check is 0: it is set once the body is encoded.
@@ -53,6 +56,8 @@ void set_stamp(std::span<std::byte> head, const Stamp& stamp);  // updates the c
 uint64_t head_check(std::span<const std::byte> head);
 uint64_t head_body_check(std::span<const std::byte> head);
 void set_body_check(std::span<std::byte> message, uint64_t check);
+// Makes both checks right again, so that tests reach what stands behind them with malformed messages.
+void reseal(std::span<std::byte> message);
 
 // Throws Error{frame}, which names the field, if `message` does not carry this layout: names, counts, pieces, codecs
 // (without what says how they learn) and shapes. With `expected`, it also throws if the message has another stamp.

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "gradwire/merge.h"
+#include "message/merge.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 
+#include "codec/define.h"
 #include "codec/unit.h"
 #include "core/float_mode.h"
 #include "gradwire/error.h"
@@ -15,8 +16,8 @@ namespace gradwire {
 namespace {
 
 bool mergeable(const Codec& codec) {
-  const UnitOps* unit = codec.unit_ops();
-  return unit && unit->merge && unit->mergeable(codec.scheme());
+  const UnitOps* unit = unit_ops_of(codec);
+  return unit && unit->merge && unit->mergeable(scheme_of(codec));
 }
 
 }  // namespace
@@ -35,7 +36,7 @@ void decode_merged(const Plan& plan, std::span<const std::span<const std::byte>>
                   fmt::format("tensor '{}' is of {}, whose messages cannot be merged", t.name, t.codec.str()), "codec");
   if (messages.empty()) throw Error(ErrorKind::usage, "merging takes one message or more", "messages");
   const FloatMode mode;
-  const Layout& layout = plan.layout();
+  const Layout& layout = layout_of(plan);
   const std::vector<std::byte> expected = make_head(layout, {});
   for (const auto& message : messages) {
     check_head(message, layout, expected, nullptr);
@@ -48,7 +49,7 @@ void decode_merged(const Plan& plan, std::span<const std::span<const std::byte>>
     for (size_t m = 0; m < messages.size(); ++m)
       regions[m] = reinterpret_cast<const uint32_t*>(messages[m].data() + layout.head_bytes) + layout.regions[i].begin;
     const Span span{.scheme = &layout.regions[i].scheme, .count = t.count, .first_block = t.first / kBlock};
-    if (const UnitProblem problem = t.codec.unit_ops()->merge(span, regions, out[i]); problem.field)
+    if (const UnitProblem problem = unit_ops_of(t.codec)->merge(span, regions, out[i]); problem.field)
       throw Error(
           ErrorKind::frame,
           fmt::format("bad message: {} of tensor[{}] ('{}') cannot come from an encoder", problem.field, i, t.name),

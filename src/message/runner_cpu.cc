@@ -33,7 +33,7 @@ class CpuRunner final : public Runner {
  public:
   CpuRunner(const Plan& plan, const Device& device)
       : plan_(plan),
-        layout_(plan.layout()),
+        layout_(layout_of(plan)),
         kernels_(kernels_named(device.simd)),
         pool_(device.threads),
         head_(make_head(layout_, {})) {

@@ -100,7 +100,7 @@ class CudaRunner final : public Runner {
  public:
   CudaRunner(const Plan& plan, const Device& device)
       : plan_(plan),
-        layout_(plan.layout()),
+        layout_(layout_of(plan)),
         index_(device.index),
         stream_(static_cast<cudaStream_t>(device.stream)),
         head_(make_head(layout_, {})) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "optim/adam.h"
 
-#include "gradwire/error.h"
+#include "core/check.h"
 
 namespace gradwire {
 

@@ -8,6 +8,7 @@
 #include <bit>
 #include <cstring>
 
+#include "core/check.h"
 #include "device/memory.h"
 #include "gradwire/error.h"
 

@@ -9,6 +9,7 @@
 #include <random>
 #include <utility>
 
+#include "core/check.h"
 #include "core/clock.h"
 #include "gradwire/error.h"
 #include "server/ledger.h"

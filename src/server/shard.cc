@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "core/bits.h"
+#include "core/check.h"
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 #include "server/ledger.h"

@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <functional>
 
-#include "gradwire/error.h"
+#include "core/check.h"
 
 namespace gradwire::train {
 namespace {

@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "core/bits.h"
-#include "gradwire/error.h"
+#include "core/check.h"
 
 namespace gradwire::train {
 namespace {

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <mutex>
 
+#include "core/check.h"
 #include "core/spec.h"
 #include "gradwire/error.h"
 #include "train/model_parts.h"

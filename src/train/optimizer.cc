@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "gradwire/error.h"
+#include "core/check.h"
 
 namespace gradwire::train {
 namespace {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/bits.h"
+#include "core/check.h"
 #include "gradwire/error.h"
 #include "train/data.h"
 

@@ -6,8 +6,8 @@
 
 #include <cmath>
 
+#include "core/check.h"
 #include "core/clock.h"
-#include "gradwire/error.h"
 #include "optim/qadam.h"
 #include "train/descent.h"
 #include "train/optimizer.h"

@@ -266,7 +266,7 @@ TEST(Conformance, UnbiasedWhereItSaysSo) {
       for (size_t i = 0; i < in.size(); ++i) {
         // Beyond 8 bits the chance itself is rounded to 2^-8.
         const double step = e.gap(in[i]), sigma = step / std::sqrt(4.0 * kRepeats),
-                     rounding = codec.scheme().bits > 8 ? 0x1p-9 : 0x1p-16;
+                     rounding = scheme_of(codec).bits > 8 ? 0x1p-9 : 0x1p-16;
         ASSERT_LE(std::fabs(mean[at + i] - in[i]), 6 * sigma + step * rounding + e.slack)
             << spec << " element " << at + i;
         drift += mean[at + i] - in[i];
@@ -429,7 +429,7 @@ TEST(Conformance, ExtremeScalesStayWithinTheBound) {
           const Expectation e = expect(codec, in);
           // The step itself is rounded to a multiple of 2^-149, and the top level is `levels` of them away.
           const double slack =
-              e.slack + 1e-3 * top + (200 + std::ldexp(1.0, std::min<int>(codec.scheme().bits, 16) - 1)) * 0x1p-149;
+              e.slack + 1e-3 * top + (200 + std::ldexp(1.0, std::min<int>(scheme_of(codec).bits, 16) - 1)) * 0x1p-149;
           for (size_t i = 0; i < in.size(); ++i) {
             ASSERT_TRUE(std::isfinite(out[i]))
                 << spec << " scale " << scale << " element " << at + i << " on " << bed.name();

@@ -10,8 +10,8 @@
 #include "codec/optquant/levels.h"
 #include "gradwire/error.h"
 #include "gradwire/learn.h"
-#include "gradwire/merge.h"
 #include "gradwire/message.h"
+#include "message/merge.h"
 
 namespace gradwire::test {
 namespace {

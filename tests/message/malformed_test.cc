@@ -10,6 +10,7 @@
 #include <new>
 
 #include "core/bits.h"
+#include "message/layout.h"
 #include "message/message_builder.h"
 
 namespace {

@@ -16,6 +16,7 @@
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 #include "gradwire/runner.h"
+#include "message/layout.h"
 #include "message/wire_offsets.h"
 
 namespace gradwire::test {

@@ -11,6 +11,7 @@
 #include <regex>
 #include <sstream>
 
+#include "message/layout.h"
 #include "message/message_builder.h"
 #include "wire/golden.h"
 

@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <fstream>
 
+#include "core/check.h"
 #include "server/rpc/dial.h"
 #include "server/rpc/frame_buffer.h"
 #include "server/rpc/listen.h"

@@ -24,6 +24,7 @@
 #include "gradwire/message.h"
 #include "gradwire/rules.h"
 #include "gradwire/runner.h"
+#include "message/layout.h"
 #include "message/wire_offsets.h"
 
 namespace {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "codec/define.h"
 #include "codec/dqsgd/budget.h"
 #include "codec/refit.h"
 #include "core/bits.h"
@@ -17,7 +18,7 @@ class WidthFitter final : public Fitter {
  public:
   WidthFitter(const Codec& codec, uint64_t elements, int world)
       : base_(codec), rule_(rule_of(codec, elements, world)), controller_(rule_) {
-    set(base_.scheme().bits);
+    set(scheme_of(base_).bits);
   }
   Source source() const override { return Source::scales; }
   bool due(uint64_t) const override { return true; }

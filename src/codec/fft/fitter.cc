@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "codec/define.h"
 #include "codec/fft/kernels.h"
 #include "codec/rangefloat/fitter.h"
 #include "core/float_mode.h"
@@ -24,7 +25,7 @@ class FrequencyFitter final : public MantissaFitter {
     if (schedule == "rate") theta = std::min(theta, std::sqrt(std::max(0.0, number_of(base_, "smooth") * rate)));
     if (theta == number_of(base_, "theta") && table_.empty()) return base_;
     const uint64_t bits = std::bit_cast<uint64_t>(theta);
-    const uint32_t mantissa = table_.empty() ? base_.scheme().steps : table_[0];
+    const uint32_t mantissa = table_.empty() ? scheme_of(base_).steps : table_[0];
     return base_.fitted(
         std::vector<uint32_t>{mantissa, static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)});
   }
@@ -42,7 +43,7 @@ class FrequencyFitter final : public MantissaFitter {
   void add(MagnitudeHistogram& histogram, std::span<const WeightedSample::Unit> units) const override {
     const FloatMode mode;
     const FftKernels& kernels = fft_kernels(kernels_named(""));
-    const FftScheme scheme = fft_scheme(base_.with("format", "float").scheme());
+    const FftScheme scheme = fft_scheme(scheme_of(base_.with("format", "float")));
     const auto scratch = std::make_unique<Scratch>();
     const FftWork work(*scratch);
     uint32_t memory = 0;

@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 
+#include "core/check.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
