@@ -207,7 +207,7 @@ void ResidualStore::set(const ResidualKey& key, std::span<const float> values) {
   memory_->from_host(to, raw.data(), bytes(raw.size()));
 }
 
-std::span<float> ResidualStore::floats(const ResidualKey& key) {
+std::span<float> ResidualStore::floats(const ResidualKey& key) const {
   GW_CHECK(memory_->on_host() && dtype_ == DType::f32);
   const Residual& residual = at(key);
   return {residual.current.floats(), residual.count};

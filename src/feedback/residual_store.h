@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one owner of residuals: by (direction, tensor name, first element), in f32 or bf16, on a device. ErrorFeedback is
-// a store with a file format; whoever else keeps residuals (the parameter server and its clients) uses a store
-// directly.
+// a store with a file format. The parameter server and its workers, whose residuals have other ways to disk, use a store
+// directly: server/client.h for the updates that go up, server/shard.h for the changes that go down.
 //
 // Each residual has two buffers: the current one, which encode reads, and the next one, where encode writes what is
 // left if the step is taken. A step that began all of a residual is committed by swapping the two; if it began only
@@ -69,7 +69,7 @@ class ResidualStore {
   std::vector<float> values(const ResidualKey& key) const;
   void set(const ResidualKey& key, std::span<const float> values);
   // The current values themselves. Only a store in f32 on the CPU has them; until the next commit.
-  std::span<float> floats(const ResidualKey& key);
+  std::span<float> floats(const ResidualKey& key) const;
 
   const std::map<ResidualKey, Residual>& residuals() const { return residuals_; }
   DType dtype() const { return dtype_; }

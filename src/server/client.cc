@@ -34,8 +34,7 @@ Client::Client(ClientOptions options)
       buffer_plan_(buffer_specs(options_.signature)),
       buffer_runner_(make_runner(buffer_plan_, {})) {
   for (const Variable& one : options_.signature.parameters) {
-    residuals_.emplace_back(one.count());
-    next_residuals_.emplace_back(one.count());
+    residuals_.add({Direction::up, one.name, 0}, one.count());
     name_hashes_.push_back(hash_name(one.name));
   }
 }
@@ -59,17 +58,22 @@ void Client::make_shards() {
   }
 }
 
+std::span<const float> Client::residual(size_t parameter) const {
+  return residuals_.floats({Direction::up, options_.signature.parameters[parameter].name, 0});
+}
+
 std::vector<float*> Client::residual_pointers() {
   std::vector<float*> list;
-  for (std::vector<float>& one : residuals_) list.push_back(one.data());
+  for (const Variable& one : options_.signature.parameters)
+    list.push_back(residuals_.floats({Direction::up, one.name, 0}).data());
   return list;
 }
 
 double Client::residual_sum(size_t shard) const {
   double sum = 0;
   for (const ParameterRange& range : layouts_[shard].ranges)
-    sum += signed_sum(std::span(residuals_[range.parameter]).subspan(range.first, range.count),
-                      name_hashes_[range.parameter], range.first);
+    sum += signed_sum(residual(range.parameter).subspan(range.first, range.count), name_hashes_[range.parameter],
+                      range.first);
   return sum;
 }
 
@@ -85,7 +89,7 @@ Tally Client::tally() const {
 
 ReduceMemory Client::memory() const {
   ReduceMemory memory;
-  for (const auto& one : residuals_) memory.residuals += 8 * one.size();
+  memory.residuals = residuals_.bytes();
   memory.messages = log_.bytes();
   return memory;
 }
@@ -104,26 +108,21 @@ void Client::encode_shard(SentUpdate& update, size_t p, std::span<const float* c
   const auto begin = SteadyClock::now();
   ClientShard& shard = shards_[p];
   SentShard& sent = update.shards[p];
-  std::vector<const void*> in, before;
-  std::vector<void*> after;
+  std::vector<const void*> in;
   for (const ParameterRange& range : layouts_[p].ranges) {
     const std::span values(updates[range.parameter] + range.first, range.count);
     shard.tally.computed += signed_sum(values, name_hashes_[range.parameter], range.first);
     shard.tally.squares += square_sum(values);
     in.push_back(values.data());
-    before.push_back(residuals_[range.parameter].data() + range.first);
-    after.push_back(next_residuals_[range.parameter].data() + range.first);
   }
   if (!std::isfinite(shard.tally.squares)) throw Error(ErrorKind::usage, "an update is not finite", "updates");
   std::vector<std::byte> message(shard.up_plan->message_bytes());
-  const Residuals residuals{before, after, DType::f32};
+  const auto begun = residuals_.begin(Direction::up, sent.step, shard.up_plan->tensors(), 1.0f);
   shard.up->encode(in,
                    {.seed = options_.signature.seed, .step = sent.step, .stage = 0, .rank = slot_, .world = slot_ + 1},
-                   message, &residuals);
+                   message, &begun->residuals);
   // The residual counts as spent from here on. Should the server refuse the update, refund() gives it back.
-  for (const ParameterRange& range : layouts_[p].ranges)
-    std::copy_n(next_residuals_[range.parameter].begin() + static_cast<std::ptrdiff_t>(range.first), range.count,
-                residuals_[range.parameter].begin() + static_cast<std::ptrdiff_t>(range.first));
+  residuals_.commit(sent.step);
   shard.tally.residual = residual_sum(p);
   sent.message = make_blob(std::move(message));
   sent.tally = shard.tally;
@@ -218,7 +217,8 @@ void Client::send_initial(std::span<float* const> weights) {
 }
 
 uint64_t Client::exchange(std::span<const float* const> updates, std::span<float* const> weights) {
-  GW_CHECK(joined_ && updates.size() == residuals_.size() && weights.size() == residuals_.size());
+  const size_t parameters = options_.signature.parameters.size();
+  GW_CHECK(joined_ && updates.size() == parameters && weights.size() == parameters);
   const uint64_t target = async_ ? 0 : step() + 1;
   SentUpdate& update = log_.append(++sequence_, weight_shards_);
   for (size_t p = 0; p < weight_shards_; ++p) update.shards[p].step = shards_[p].at;
@@ -357,7 +357,7 @@ bool Client::leave(double wait_s) {
   GW_CHECK(joined_);
   std::vector<std::vector<float>> unused;  // weights may still come; they are decoded, and not used
   std::vector<float*> weights;
-  for (const auto& one : residuals_) weights.push_back(unused.emplace_back(one.size()).data());
+  for (const Variable& one : options_.signature.parameters) weights.push_back(unused.emplace_back(one.count()).data());
   const uint64_t sequence = ++sequence_;
   until_ =
       SteadyClock::now() + std::chrono::duration_cast<SteadyClock::duration>(std::chrono::duration<double>(wait_s));

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "core/clock.h"
+#include "feedback/residual_store.h"
 #include "gradwire/collective.h"
 #include "gradwire/runner.h"
 #include "server/link.h"
@@ -70,7 +71,7 @@ class Client {
   const ClientCounts& counts() const { return counts_; }
   ReduceTimes times() const { return times_; }
   ReduceMemory memory() const;
-  std::span<const float> residual(size_t parameter) const { return residuals_[parameter]; }
+  std::span<const float> residual(size_t parameter) const;
   Tally tally() const;  // of all shards
 
  private:
@@ -130,7 +131,7 @@ class Client {
   std::vector<ShardLayout> layouts_;
   std::vector<ClientShard> shards_;
   size_t weight_shards_ = 0;
-  std::vector<std::vector<float>> residuals_, next_residuals_;  // one for each parameter
+  ResidualStore residuals_{DType::f32, Device{}};  // by the names of parameters
   std::vector<uint64_t> name_hashes_;
   ReplayLog log_;
   uint64_t sequence_ = 0, run_ = 0, shard_elements_ = 0;

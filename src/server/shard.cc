@@ -16,6 +16,7 @@ namespace gradwire::server {
 namespace {
 
 constexpr size_t kReaders = 4;
+const ResidualKey kResidual{Direction::down, "", 0};
 
 std::vector<const void*> constant(const std::vector<void*>& list) { return {list.begin(), list.end()}; }
 
@@ -35,8 +36,12 @@ ServerShard::ServerShard(const Signature& signature, const ShardLayout& layout)
       sum_(elements_) {
   for (const TensorSpec& spec : up_) name_hashes_.push_back(hash_name(spec.name));
   if (sends_updates_) {
-    residual_.resize(elements_);
-    next_residual_.resize(elements_);
+    residuals_.add(kResidual, elements_);
+    uint64_t first = 0;
+    for (const ParameterRange& range : layout.ranges) {
+      residual_ranges_.push_back({.name = kResidual.name, .count = range.count, .first = first});
+      first += range.count;
+    }
   }
   ready_ = layout.role == ShardRole::pool;  // it begins with zeros, which no worker uses before the first mean
 }
@@ -59,6 +64,10 @@ double ServerShard::signed_sum_of(const std::vector<float>& values) const {
     at += layout_.ranges[i].count;
   }
   return sum;
+}
+
+std::span<float> ServerShard::residual() const {
+  return sends_updates_ ? residuals_.floats(kResidual) : std::span<float>();
 }
 
 void ServerShard::set(std::span<const std::byte> whole) {
@@ -211,8 +220,9 @@ bool ServerShard::subtract_mean(uint32_t divisor) {
   if (sends_updates_) {
     // begin_version() adds the residual, quantises and adds the result to the weights. The grid of a codec may go a
     // little beyond its input: the factor of 4 is room for all of that.
+    const std::span<const float> left = residual();
     for (size_t i = 0; i < weights_.size(); ++i)
-      top = std::max(top, float_bits(4 * (std::fabs(weights_[i]) + std::fabs(residual_[i]) + std::fabs(sum_[i] / by))));
+      top = std::max(top, float_bits(4 * (std::fabs(weights_[i]) + std::fabs(left[i]) + std::fabs(sum_[i] / by))));
     if (top >= kInfBits) return false;
     for (size_t i = 0; i < weights_.size(); ++i) sum_[i] = -(sum_[i] / by);
     return true;
@@ -233,11 +243,10 @@ void ServerShard::begin_version() {
   if (!sends_updates_) return;
   if (contributors_ == 0) std::fill(sum_.begin(), sum_.end(), 0.0f);  // the residual still goes out
   std::vector<std::byte> message(down_plan_.message_bytes());
-  const std::vector<const void*> in = constant(pointers(sum_)), before = constant(pointers(residual_));
-  const std::vector<void*> after = pointers(next_residual_);
-  const Residuals residuals{before, after, DType::f32};
-  down_runner_->encode(in, {.seed = seed_, .step = version_, .stage = 1}, message, &residuals);
-  std::swap(residual_, next_residual_);
+  const auto begun = residuals_.begin(Direction::down, version_, residual_ranges_, 1.0f);
+  down_runner_->encode(constant(pointers(sum_)), {.seed = seed_, .step = version_, .stage = 1}, message,
+                       &begun->residuals);
+  residuals_.commit(version_);
   down_runner_->decode(message, pointers(weights_), Write::add);
   change_ = make_blob(std::move(message));
 }
@@ -289,7 +298,7 @@ UpdateStatus ServerShard::absorb_residual(uint32_t slot, const Frame& frame, con
   const float by = static_cast<float>(std::max(workers, 1u));
   // With updates down, the weights are what all workers hold, and must not change without a message: the server's own
   // residual takes it, and the next changes carry it.
-  std::vector<float>& to = sends_updates_ ? residual_ : weights_;
+  const std::span<float> to = sends_updates_ ? residual() : std::span(weights_);
   for (size_t i = 0; i < to.size(); ++i)
     if (!std::isfinite(to[i] - sum_[i] / by)) return UpdateStatus::corrupt;
   applied_ += sum;
@@ -304,23 +313,25 @@ UpdateStatus ServerShard::absorb_residual(uint32_t slot, const Frame& frame, con
   return UpdateStatus::applied;
 }
 
-ShardSnapshot ServerShard::snapshot() const { return {version_, applied_, weights_, residual_, progress_}; }
+ShardSnapshot ServerShard::snapshot() const {
+  return {version_, applied_, weights_, {residual().begin(), residual().end()}, progress_};
+}
 
 void ServerShard::restore(ShardSnapshot snapshot) {
-  if (snapshot.weights.size() != weights_.size() || snapshot.residual.size() != residual_.size())
+  if (snapshot.weights.size() != weights_.size() || snapshot.residual.size() != residual().size())
     throw Error(ErrorKind::frame,
                 fmt::format("bad state: a shard has {} weights; expected {}", snapshot.weights.size(), weights_.size()),
                 "weights");
   version_ = snapshot.version;
   applied_ = snapshot.applied;
   weights_ = std::move(snapshot.weights);
-  residual_ = std::move(snapshot.residual);
+  if (sends_updates_) residuals_.set(kResidual, snapshot.residual);
   progress_ = std::move(snapshot.progress);
   ready_ = true;
 }
 
 uint64_t ServerShard::bytes() const {
-  uint64_t bytes = 4 * (weights_.size() + sum_.size() + residual_.size() + next_residual_.size());
+  uint64_t bytes = 4 * (weights_.size() + sum_.size()) + residuals_.bytes();
   for (const auto& [slot, update] : pending_) bytes += update.message->size();
   for (const Blob& blob : {down_, change_, whole_})
     if (blob) bytes += blob->size();

@@ -14,6 +14,7 @@
 #include <span>
 #include <vector>
 
+#include "feedback/residual_store.h"
 #include "gradwire/runner.h"
 #include "server/frame.h"
 #include "server/signature.h"
@@ -99,6 +100,7 @@ class ServerShard {
   void decode(const Blob& message, std::vector<float>& to, Write write);
   std::vector<void*> pointers(std::vector<float>& values) const;
   double signed_sum_of(const std::vector<float>& values) const;
+  std::span<float> residual() const;  // in the order of weights_; empty unless it sends updates
   bool subtract_mean(uint32_t divisor);
   void sum_pending();
   void drop_unusable(std::vector<std::pair<uint32_t, UpdateStatus>>& dropped);
@@ -118,9 +120,11 @@ class ServerShard {
   uint64_t version_ = 0;
   uint32_t contributors_ = 0;
   double applied_ = 0;
-  std::vector<float> weights_, sum_, residual_, next_residual_;
-  std::map<uint32_t, WorkerProgress> progress_;  // by slot
-  std::map<uint32_t, PendingUpdate> pending_;    // by slot
+  std::vector<float> weights_, sum_;
+  ResidualStore residuals_{DType::f32, Device{}};  // of what goes down: one, with the elements of weights_
+  std::vector<TensorSpec> residual_ranges_;        // where each range of the layout stands in it
+  std::map<uint32_t, WorkerProgress> progress_;    // by slot
+  std::map<uint32_t, PendingUpdate> pending_;      // by slot
   // The messages of this version. Weights are encoded when the first worker asks for them; a change is encoded when its
   // step closes, because it is part of the arithmetic.
   Blob down_, change_, whole_;
