@@ -40,7 +40,7 @@ std::vector<Pointer> pointers(const std::vector<Address>& addresses) {
   return result;
 }
 
-Direction parse_side(const std::string& side);  // "up" or "down"
+Direction parse_direction(const std::string& side);  // "up" or "down"
 
 // An ErrorFeedback that several threads may call.
 struct SharedFeedback {

@@ -76,7 +76,7 @@ void learn(ModelCoder& model, const py::bytes& all_ranks) {
 // (spec, bytes in a message) of every tensor.
 std::vector<std::pair<std::string, uint64_t>> codecs(const ModelCoder& model, const std::string& side) {
   std::vector<std::pair<std::string, uint64_t>> all;
-  const std::vector<Codec> list = model.codecs(parse_side(side));
+  const std::vector<Codec> list = model.codecs(parse_direction(side));
   for (size_t i = 0; i < list.size(); ++i) all.emplace_back(list[i].str(), list[i].bytes(model.tensors()[i].count));
   return all;
 }

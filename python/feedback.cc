@@ -64,7 +64,7 @@ py::array_t<float> residual(const SharedFeedback& shared, const std::string& sid
   {
     const py::gil_scoped_release unlocked;
     const std::lock_guard lock(shared.mutex);
-    values = shared.feedback.residual(parse_side(side), name, first);
+    values = shared.feedback.residual(parse_direction(side), name, first);
   }
   return py::array_t<float>(static_cast<py::ssize_t>(values.size()), values.data());
 }
@@ -82,7 +82,7 @@ void set_residual(SharedFeedback& shared, const std::string& side, const std::st
   const std::span<const float> flat(values.data(), static_cast<size_t>(values.size()));
   const py::gil_scoped_release unlocked;
   const std::lock_guard lock(shared.mutex);
-  shared.feedback.set_residual(parse_side(side), name, first, flat);
+  shared.feedback.set_residual(parse_direction(side), name, first, flat);
 }
 
 py::dict extra(const SharedFeedback& shared) {
@@ -123,7 +123,7 @@ auto locked(Result (ErrorFeedback::*method)(Arguments...) const) {
 
 }  // namespace
 
-Direction parse_side(const std::string& side) {
+Direction parse_direction(const std::string& side) {
   if (side != "up" && side != "down")
     throw Error(ErrorKind::usage, fmt::format("direction is '{}'; allowed are up and down", side), "direction");
   return side == "up" ? Direction::up : Direction::down;
@@ -143,7 +143,7 @@ void bind_feedback(py::module_& module) {
           "add",
           [](SharedFeedback& shared, const std::string& side, const std::string& name, uint64_t count, uint64_t first) {
             const std::lock_guard lock(shared.mutex);
-            shared.feedback.add(parse_side(side), name, count, first);
+            shared.feedback.add(parse_direction(side), name, count, first);
           },
           py::arg("direction"), py::arg("name"), py::arg("count"), py::arg("first"), Unlocked())
       .def("commit", locked(&ErrorFeedback::commit), py::arg("step"), Unlocked())

@@ -38,7 +38,7 @@ class SharedRunner {
     if (!feedback) return runner_->encode(in, stamp, bytes_at(message, bytes));
     check(tensors.size(), message, bytes);  // before the step is begun: what is wrong then must not leave it open
     const std::lock_guard feedback_lock(feedback->mutex);
-    const auto pointers = feedback->feedback.begin(parse_side(side), stamp.step, plan_->tensors(), loss_scale);
+    const auto pointers = feedback->feedback.begin(parse_direction(side), stamp.step, plan_->tensors(), loss_scale);
     runner_->encode(in, stamp, bytes_at(message, bytes), &pointers->residuals);
   }
 

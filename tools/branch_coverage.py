@@ -20,7 +20,7 @@ from pathlib import Path
 DECODERS = re.compile(
     r"""::(
     read_head | check_head | check_tensors | same_but_stamp | verify | verify_body   # the head and the checksums
-  | \w*decode\w* | check_selected | index_at | side_is_valid | make_params | bad      # bodies
+  | \w*decode\w* | check_selected | index_at | scales_valid  | make_params | bad      # bodies
   | ResidualReader::.*                                                               # residual files
   )(::|\s|$)""",
     re.VERBOSE,

@@ -53,7 +53,7 @@ class HostBenchBackend final : public BenchBackend {
     if (bytes > 0) std::memcpy(to, from, bytes);
   }
   Device device_;
-  Team team_;
+  ThreadTeam team_;
   std::vector<void*> blocks_;
 };
 

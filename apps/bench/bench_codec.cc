@@ -164,7 +164,7 @@ void print_page(const CodecBenchOptions& options, uint64_t elements, const std::
     header.insert(header.end(), {"encode/single", "decode/single"});
     alignment += "rr";
   }
-  Table table(alignment, header);
+  ConsoleTable table(alignment, header);
   for (const auto& row : rows) {
     const auto number = [&](const char* name, const char* format) {
       return fmt::format(fmt::runtime(format), row.at(name).get<double>());

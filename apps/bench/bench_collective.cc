@@ -84,8 +84,8 @@ void print_rows(const CollectiveOptions& options, const std::string& engine, int
       "{} of {} elements{} among {} ranks, engine {}; median of {} step{}, in turns with fp32 by scatter\n\n",
       options.method, human_count(elements), options.list.empty() ? "" : " in 161 tensors", world, engine,
       options.steps, options.steps == 1 ? "" : "s"));
-  Table table("lrrrrrrrl",
-              {"codec", "sent/rank", "fp32", "ratio", "error", "time", "fp32 time", "time/fp32 time", "identical"});
+  ConsoleTable table("lrrrrrrrl", {"codec", "sent/rank", "fp32", "ratio", "error", "time", "fp32 time",
+                                   "time/fp32 time", "identical"});
   for (const auto& [codec, result] : rows)
     table.row({codec, human_bytes(static_cast<double>(result.bytes_sent)),
                human_bytes(static_cast<double>(result.bytes_sent_fp32)), fmt::format("{:.2f}", result.ratio()),

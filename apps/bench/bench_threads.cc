@@ -58,7 +58,7 @@ nlohmann::ordered_json measure(const std::string& spec, const ThreadsOptions& op
   const std::vector<NamedTensor> tensors = {{"tensor", values.size(), DType::f32, 2}};
   BenchCase one(*one_backend, tensors, case_options, values, 1);
   BenchCase many(*many_backend, tensors, case_options, values, 1);
-  Team team(options.threads);
+  ThreadTeam team(options.threads);
 
   std::vector<double> compute_gains;
   Gains encode, feedback, decode, copy;
@@ -116,8 +116,8 @@ void bench_threads(const ThreadsOptions& options) {
   progress.clear();
   print(fmt::format("{} elements, {} threads against one; verified; medians of {} interleaved rounds\n\n",
                     human_count(options.elements), options.threads, options.pairs));
-  Table table("lrrrrrrrr", {"codec", "compute loop", "copy", "encode", "feedback", "decode", "encode/loop",
-                            "feedback/loop", "decode/loop"});
+  ConsoleTable table("lrrrrrrrr", {"codec", "compute loop", "copy", "encode", "feedback", "decode", "encode/loop",
+                                   "feedback/loop", "decode/loop"});
   for (const auto& row : rows) {
     std::vector<std::string> cells = {row.at("codec").get<std::string>()};
     for (const char* name : {"compute_scaling", "gain_copy", "gain_encode", "gain_feedback", "gain_decode",

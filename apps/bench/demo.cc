@@ -45,8 +45,8 @@ void demo(int world, int steps) {
   }
   const std::vector<float> mean = exact_mean(ranks);
 
-  Table table("lrrrrrrr",
-              {"codec", "bits/element", "sent/worker", "ratio", "error", "time", "time/fp32 time", "time at 1 Gb/s"});
+  ConsoleTable table("lrrrrrrr", {"codec", "bits/element", "sent/worker", "ratio", "error", "time", "time/fp32 time",
+                                  "time at 1 Gb/s"});
   bool identical = true;
   std::string with_feedback;
   size_t number = 0;
@@ -96,10 +96,10 @@ void demo(int world, int steps) {
 
 void add_demo(CLI::App& app, Action& action) {
   CLI::App* command = app.add_subcommand("demo", "Show what each codec does to the gradients of ResNet-50, as a table");
-  struct Options {
+  struct DemoOptions {
     int world = 4, steps = 3;
   };
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<DemoOptions>();
   add_whole(*command, "--world", options->world, 1, 64, "Number of workers");
   add_whole(*command, "--steps", options->steps, 1, 1000, "Timed steps per codec; one more runs first to warm up");
   command->footer("Example:\n  gradwire demo --world 4 --steps 3");

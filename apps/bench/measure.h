@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The small tools of every measurement: medians, a clock, and a Team of threads that start on one signal, for the plain
+// The small tools of every measurement: medians, a clock, and a team of threads that start on one signal, for the plain
 // copies and compute loops that codecs are compared with. docs/measuring.md defines the reported numbers.
 #pragma once
 
@@ -30,9 +30,9 @@ inline double seconds_now() {
 inline int machine_threads() { return std::max(1, static_cast<int>(std::thread::hardware_concurrency())); }
 
 // run(body) calls body(i) on thread i of the team and returns when all have ended. The caller is thread 0.
-class Team {
+class ThreadTeam {
  public:
-  explicit Team(int threads) : threads_(threads), start_(threads), end_(threads) {
+  explicit ThreadTeam(int threads) : threads_(threads), start_(threads), end_(threads) {
     for (int i = 1; i < threads; ++i)
       workers_.emplace_back([this, i] {
         for (;;) {
@@ -43,12 +43,12 @@ class Team {
         }
       });
   }
-  ~Team() {
+  ~ThreadTeam() {
     body_ = nullptr;
     start_.arrive_and_wait();
   }
-  Team(const Team&) = delete;
-  Team& operator=(const Team&) = delete;
+  ThreadTeam(const ThreadTeam&) = delete;
+  ThreadTeam& operator=(const ThreadTeam&) = delete;
   int threads() const { return threads_; }
   void run(const std::function<void(int)>& body) {
     body_ = &body;

@@ -49,7 +49,7 @@ const GradientSource& source() {
 void fill_gradient(std::span<float> values, uint64_t stream, int threads) {
   const GradientSource& value = source();
   const uint64_t key = mix(stream + 1);
-  Team team(threads);
+  ThreadTeam team(threads);
   team.run([&](int i) {
     const ThreadShare share = share_of(values.size(), i, threads);
     for (uint64_t at = share.begin; at < share.end; ++at) {

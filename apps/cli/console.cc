@@ -15,17 +15,17 @@
 
 namespace gradwire::app {
 
-Table::Table(std::string alignment, std::vector<std::string> header) : alignment_(std::move(alignment)) {
+ConsoleTable::ConsoleTable(std::string alignment, std::vector<std::string> header) : alignment_(std::move(alignment)) {
   GW_CHECK(alignment_.size() == header.size());
   rows_.push_back(std::move(header));
 }
 
-void Table::row(std::vector<std::string> cells) {
+void ConsoleTable::row(std::vector<std::string> cells) {
   GW_CHECK(cells.size() == alignment_.size());
   rows_.push_back(std::move(cells));
 }
 
-std::string Table::str() const {
+std::string ConsoleTable::str() const {
   std::vector<size_t> width(alignment_.size(), 0);
   for (const auto& row : rows_)
     for (size_t c = 0; c < row.size(); ++c) width[c] = std::max(width[c], row[c].size());

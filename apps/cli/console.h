@@ -9,11 +9,11 @@
 
 namespace gradwire::app {
 
-class Table {
+class ConsoleTable {
  public:
   enum class Align { left, right };
   // One letter per column: "lrr" is one column aligned left and two aligned right.
-  Table(std::string alignment, std::vector<std::string> header);
+  ConsoleTable(std::string alignment, std::vector<std::string> header);
   void row(std::vector<std::string> cells);
   std::string str() const;
 

@@ -49,7 +49,7 @@ void print_json(const CodecInfo& info) {
 
 void print_table() {
   print("A codec is written NAME or NAME:parameter=value,parameter=value. Parameters left out have their default.\n\n");
-  Table table("lrrlll", {"codec", "bits/element", "ratio", "kind", "error feedback", "what is sent"});
+  ConsoleTable table("lrrlll", {"codec", "bits/element", "ratio", "kind", "error feedback", "what is sent"});
   for (const CodecInfo& info : codecs()) {
     const Codec codec = Codec::parse(info.name);
     const double bits = typical_bits(codec);
@@ -98,11 +98,11 @@ void print_codecs(const std::string& name, bool json) {
 
 void add_codecs(CLI::App& app, Action& action) {
   CLI::App* command = app.add_subcommand("codecs", "List the codecs, or show the parameters of one");
-  struct Options {
+  struct CodecsOptions {
     std::string name;
     bool json = false;
   };
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<CodecsOptions>();
   command->add_option("NAME", options->name, "Codec whose parameters, defaults and allowed values are shown")
       ->type_name("");
   command->add_flag("--json", options->json, "Print one JSON object per codec, with all parameters");

@@ -132,8 +132,8 @@ void print_page(const std::string& path, const FileSize& file, const Head& head,
     return;
   }
   if (head.tensors.empty()) return;
-  Table table("rlrlrlrrrrl", {"tensor", "name hash", "count", "shape", "first", "dtype", "unit", "offset", "bytes",
-                              "bits/element", "codec"});
+  ConsoleTable table("rlrlrlrrrrl", {"tensor", "name hash", "count", "shape", "first", "dtype", "unit", "offset",
+                                     "bytes", "bits/element", "codec"});
   for (size_t i = 0; i < head.tensors.size(); ++i) {
     const TensorSpec& tensor = head.tensors[i];
     const uint64_t bytes = tensor.codec.bytes(tensor.count);
@@ -170,11 +170,11 @@ void inspect(const std::string& path, bool json) {
 
 void add_inspect(CLI::App& app, Action& action) {
   CLI::App* command = app.add_subcommand("inspect", "Show every field of a frame and check its checksums");
-  struct Options {
+  struct InspectOptions {
     std::string file;
     bool json = false;
   };
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<InspectOptions>();
   add_file(*command, "FILE", options->file, "The frame, or - for stdin");
   command->add_flag("--json", options->json, "One JSON object");
   command->footer("Example:\n  gradwire inspect g.gw");

@@ -96,8 +96,8 @@ std::string report_table(const std::vector<json>& records) {
   for (const RunGroup& group : comparison.groups) {
     if (comparison.groups.size() > 1)
       text += fmt::format("{}{}, {}\n", text.empty() ? "" : "\n", group.task, group.model);
-    Table table("lrrrrrrlr", {"codec", std::string("test ") + name_of(group.metric), "spread", "from fp32", "bits",
-                              "ratio", "sent", "collective", "time"});
+    ConsoleTable table("lrrrrrrlr", {"codec", std::string("test ") + name_of(group.metric), "spread", "from fp32",
+                                     "bits", "ratio", "sent", "collective", "time"});
     const double unit = group.metric == Metric::accuracy ? 100 : 1;
     for (size_t index : group.series) {
       const Series& series = comparison.series[index];

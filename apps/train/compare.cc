@@ -120,7 +120,7 @@ void compare(const CompareOptions& options, Engine* engine) {
                           settings.seed));
       continue;
     }
-    train::Places places = options.training.places;
+    train::RunPlaces places = options.training.places;
     places.checkpoint = folder + "/checkpoint";
     places.resume = true;
     if (leads) make_folder(folder);

@@ -31,7 +31,7 @@ std::string layers_table(nlohmann::json tensors) {
     return a["error"].is_null() ? false : b["error"].is_null() || a["error"] > b["error"];
   });
   const size_t shown = std::min(tensors.size(), kLayersShown);
-  Table table("lrrr", {"tensor", "elements", "error", "cosine"});
+  ConsoleTable table("lrrr", {"tensor", "elements", "error", "cosine"});
   for (size_t i = 0; i < shown; ++i) {
     const auto& one = tensors[i];
     const auto figure = [](const nlohmann::json& value) {

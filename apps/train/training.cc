@@ -30,7 +30,7 @@ void fill_in_qadam(TrainingOptions& options) {
 
 void add_training(CLI::App& command, TrainingOptions& options) {
   train::Settings& s = options.settings;
-  train::Places& p = options.places;
+  train::RunPlaces& p = options.places;
   options.command = &command;
   const auto number = [&](const char* name, double& value, const char* meaning) {
     command.add_option(name, value, meaning)->type_name("X")->capture_default_str();

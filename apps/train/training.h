@@ -15,7 +15,7 @@ namespace gradwire::app {
 
 struct TrainingOptions {
   train::Settings settings;
-  train::Places places;
+  train::RunPlaces places;
   train::ServerPlace server;  // its address is empty without one
   std::string engine = "loopback";
   bool json = false;

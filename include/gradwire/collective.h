@@ -50,8 +50,8 @@ struct Shard {
   int owner;
 };
 
-// Large tensors are cut at multiples of kPieceGrain and spread over the ranks; a small one goes whole to the owner that
-// follows from its name.
+// Large tensors are cut at multiples of kTileElements and spread over the ranks; a small one goes whole to the owner
+// that follows from its name.
 std::vector<Shard> shards(std::span<const NamedTensor> tensors, int world);
 
 struct ReduceOptions {

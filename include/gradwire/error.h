@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where an argument or a message is wrong, a peer dies or a disk is full, the library throws `Error`, whose message names
-// the field, the value and what was expected. A std::logic_error is a mistake in the library itself. The library never
-// prints and never exits.
+// Where an argument or a message is wrong, a peer dies or a disk is full, the library throws `Error`, whose message
+// names the field, the value and what was expected. A std::logic_error is a mistake in the library itself. The library
+// never prints and never exits.
 #pragma once
 
 #include <stdexcept>

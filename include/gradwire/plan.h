@@ -20,8 +20,8 @@
 
 namespace gradwire {
 
-// A tensor may be split into pieces at multiples of this many elements, which every unit (bucket, tile) divides.
-inline constexpr uint64_t kPieceGrain = 32768;
+// The elements of a tile. A tensor may be cut into chunks at multiples of it, which every unit (bucket, tile) divides.
+inline constexpr uint64_t kTileElements = 32768;
 
 // A message carries the shape of a tensor with at most this many dimensions.
 inline constexpr size_t kMaxDims = 8;
@@ -33,7 +33,7 @@ struct TensorSpec {
   uint64_t count = 0;
   DType dtype = DType::f32;
   Codec codec;
-  uint64_t first = 0;                   // of a piece of a larger tensor: index of its first element in that tensor
+  uint64_t first = 0;                   // of a chunk of a larger tensor: index of its first element in that tensor
   std::optional<uint64_t> name_hash{};  // set where the tensor was read from a message, which carries the hash alone
   std::vector<uint64_t> shape{};        // extents, whose product is `count`; empty: the message carries no shape
 };

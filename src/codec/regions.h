@@ -14,7 +14,7 @@ inline bool in_blocks(const UnitOps* unit) { return !unit || unit->codes_in_bloc
 
 inline uint64_t region_words(const Scheme& s, const UnitOps* unit, uint64_t count) {
   if (count == 0) return 0;
-  return unit ? unit->words(s, count) : side_offset(s, count) + unit_count(s, count) * s.scale_words;
+  return unit ? unit->words(s, count) : scales_offset(s, count) + unit_count(s, count) * s.scale_words;
 }
 inline uint64_t region_words(const Codec& codec, uint64_t count) {
   return region_words(scheme_of(codec), unit_ops_of(codec), count);

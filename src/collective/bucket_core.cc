@@ -161,7 +161,7 @@ void BucketCore::decode_up(uint64_t step, std::span<const ConstBytes> messages, 
                          stamp_of(job_, self_, step, Direction::up, p), staging_);
   }
   sums_->divide_by(device_, self_.world, sums);
-  if (plan_.sums == Sums::Use::tensors) sums_->round(device_, out);
+  if (plan_.sums == ShardSums::Use::tensors) sums_->round(device_, out);
 }
 
 // Tables are merged on the host, wherever the sums are wanted.

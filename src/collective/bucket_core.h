@@ -43,7 +43,7 @@ struct BucketPlan {
   bool gather = false;   // all ranks receive the same message on the way up: `up` has one list
   ShardLists up = {};    // per owner. Empty: there is no way up
   ShardLists down = {};  // per owner. Empty: there is no way down
-  Sums::Use sums = Sums::Use::kept;
+  ShardSums::Use sums = ShardSums::Use::kept;
   bool f32_down = true;  // the values that are encoded for the way down are f32, whatever the tensors' type is
 };
 
@@ -80,7 +80,7 @@ class BucketCore {
   // encoded.
   void encode_up(uint64_t step, std::span<const void* const> in, std::span<const Bytes> to,
                  Learning* learning = nullptr, bool ahead = false);
-  // `out`: one place per up_shards(), none for Sums::Use::kept.
+  // `out`: one place per up_shards(), none for ShardSums::Use::kept.
   void decode_up(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out);
   // This rank's own messages, as the others will see them, into whole tensors.
   void decode_own(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out);
@@ -115,7 +115,7 @@ class BucketCore {
   std::vector<Shard> up_mine_, whole_;  // whole_: the tensors of all up lists
   std::vector<std::unique_ptr<MessageCoder>> up_writers_, down_readers_;
   std::unique_ptr<MessageCoder> up_reader_, down_writer_;
-  std::optional<Sums> sums_;
+  std::optional<ShardSums> sums_;
   std::optional<Buffer> merged_;  // on a GPU, where tables are merged: the host's sums on their way to it
   std::array<uint64_t, 2> epochs_;
   HostStaging staging_;  // last: it waits before the rest is released

@@ -25,7 +25,7 @@ Learning::Learning(const Job& job, Direction direction, int world)
 
 std::vector<Codec> Learning::codecs(uint64_t step, double rate) const {
   std::vector<Codec> all = fixed_;
-  for (const Entry& entry : learners_) {
+  for (const LearnerEntry& entry : learners_) {
     const Codec codec = entry.learner.codec(step, rate);
     for (size_t i : entry.tensors) all[i] = codec;
   }
@@ -33,13 +33,14 @@ std::vector<Codec> Learning::codecs(uint64_t step, double rate) const {
 }
 
 bool Learning::ahead() const {
-  return std::any_of(learners_.begin(), learners_.end(), [](const Entry& entry) { return entry.learner.ahead(); });
+  return std::any_of(learners_.begin(), learners_.end(),
+                     [](const LearnerEntry& entry) { return entry.learner.ahead(); });
 }
 
 void Learning::observe(Runner& runner, std::span<const Shard> shards, uint64_t step,
                        std::span<const void* const> tensors, const Residuals* residuals,
                        std::span<const std::byte> message, bool ahead) {
-  for (Entry& entry : learners_) {
+  for (LearnerEntry& entry : learners_) {
     if (!entry.due(step, ahead)) continue;
     std::vector<uint32_t> which;
     for (uint32_t s = 0; s < shards.size(); ++s)
@@ -54,13 +55,13 @@ void Learning::observe(Runner& runner, std::span<const Shard> shards, uint64_t s
 
 size_t Learning::stats_bytes(uint64_t step, bool ahead) const {
   size_t bytes = 0;
-  for (const Entry& entry : learners_)
+  for (const LearnerEntry& entry : learners_)
     if (entry.due(step, ahead)) bytes += entry.learner.stats_bytes();
   return bytes;
 }
 
 void Learning::take_stats(uint64_t step, bool ahead, std::span<std::byte> out) {
-  for (Entry& entry : learners_) {
+  for (LearnerEntry& entry : learners_) {
     if (!entry.due(step, ahead)) continue;
     entry.learner.take_stats(out.first(entry.learner.stats_bytes()));
     out = out.subspan(entry.learner.stats_bytes());
@@ -69,7 +70,7 @@ void Learning::take_stats(uint64_t step, bool ahead, std::span<std::byte> out) {
 
 void Learning::learn(uint64_t step, bool ahead, std::span<const std::span<const std::byte>> ranks) {
   size_t at = 0;
-  for (Entry& entry : learners_) {
+  for (LearnerEntry& entry : learners_) {
     if (!entry.due(step, ahead)) continue;
     std::vector<std::span<const std::byte>> own;
     for (const auto& one : ranks) own.push_back(one.subspan(at, entry.learner.stats_bytes()));
@@ -80,15 +81,15 @@ void Learning::learn(uint64_t step, bool ahead, std::span<const std::span<const 
 
 void Learning::exempt(size_t tensor) {
   fixed_[tensor] = Codec();
-  for (Entry& entry : learners_) std::erase(entry.tensors, tensor);
+  for (LearnerEntry& entry : learners_) std::erase(entry.tensors, tensor);
 }
 
 void Learning::save(ErrorFeedback& feedback) const {
-  for (const Entry& entry : learners_) feedback.set_extra(entry.name, entry.learner.save());
+  for (const LearnerEntry& entry : learners_) feedback.set_extra(entry.name, entry.learner.save());
 }
 
 void Learning::restore(const ErrorFeedback& feedback) {
-  for (Entry& entry : learners_) {
+  for (LearnerEntry& entry : learners_) {
     const auto found = feedback.extras().find(entry.name);
     if (found != feedback.extras().end()) entry.learner.restore(found->second);
   }

@@ -38,13 +38,13 @@ class Learning {
   void exempt(size_t tensor);  // it is sent as fp32 from now on, and teaches nothing
 
  private:
-  struct Entry {
+  struct LearnerEntry {
     std::string name;             // of its extra state
     std::vector<size_t> tensors;  // of the job
     Learner learner;
     bool due(uint64_t step, bool ahead) const { return learner.observes(step) && learner.ahead() == ahead; }
   };
-  std::vector<Entry> learners_;
+  std::vector<LearnerEntry> learners_;
   std::vector<Codec> fixed_;  // per tensor: its codec if it learns nothing
 };
 

@@ -25,9 +25,9 @@ const char* name_of(Kind kind, bool scatter) {
 
 // One of `parts` parts of a shard, cut where a tensor may be cut, so that no unit is in two parts.
 Shard part_of(const Shard& shard, uint64_t part, uint64_t parts) {
-  const uint64_t tiles = (shard.count + kPieceGrain - 1) / kPieceGrain;
-  const uint64_t first = std::min(shard.count, tiles * part / parts * kPieceGrain),
-                 end = std::min(shard.count, tiles * (part + 1) / parts * kPieceGrain);
+  const uint64_t tiles = (shard.count + kTileElements - 1) / kTileElements;
+  const uint64_t first = std::min(shard.count, tiles * part / parts * kTileElements),
+                 end = std::min(shard.count, tiles * (part + 1) / parts * kTileElements);
   return {shard.tensor, shard.first + first, end - first, shard.owner};
 }
 
@@ -72,7 +72,7 @@ BucketPlan ModelCore::bucket(const std::vector<size_t>& tensors, uint64_t part, 
     refuse("the tensors of a bucket are distinct indices of the model's list", "tensors");
   BucketPlan plan;
   plan.gather = !scatter;
-  plan.sums = has_down() ? Sums::Use::kept : Sums::Use::tensors;
+  plan.sums = has_down() ? ShardSums::Use::kept : ShardSums::Use::tensors;
   plan.f32_down = options.kind == Kind::all_reduce;
   std::vector<Shard> own;
   for (const Shard& shard : plan.gather ? job.whole() : all_shards())

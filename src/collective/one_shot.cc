@@ -80,7 +80,7 @@ void reduce_scatter(Engine& engine, std::span<const NamedTensor> tensors, const 
       [&] {
         job.emplace("reduce_scatter", tensors, options);
         job->check_pointers(in, "in");
-        BucketPlan plan{.up = by_owner(shards(tensors, engine.size()), engine.size()), .sums = Sums::Use::floats};
+        BucketPlan plan{.up = by_owner(shards(tensors, engine.size()), engine.size()), .sums = ShardSums::Use::floats};
         bucket.emplace(engine, *job, std::move(plan), timer);
         sums = cut<void*>(bucket->core().up_shards(), out, "out");
         bucket->begin({step, feedback, 1.0f});

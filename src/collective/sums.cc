@@ -12,7 +12,7 @@ constexpr uint64_t kInOutput = ~uint64_t{0};
 
 }  // namespace
 
-Sums::Sums(std::shared_ptr<Memory> memory, const Job& job, std::span<const Shard> mine, Use use)
+ShardSums::ShardSums(std::shared_ptr<Memory> memory, const Job& job, std::span<const Shard> mine, Use use)
     : job_(job), mine_(mine.begin(), mine.end()), own_(std::move(memory), Buffer::Place::device, 0) {
   uint64_t floats = 0;
   for (const Shard& shard : mine_) {
@@ -23,20 +23,20 @@ Sums::Sums(std::shared_ptr<Memory> memory, const Job& job, std::span<const Shard
   own_.resize(floats * sizeof(float));
 }
 
-std::vector<float*> Sums::places(std::span<void* const> outputs) const {
+std::vector<float*> ShardSums::places(std::span<void* const> outputs) const {
   std::vector<float*> at;
   for (size_t i = 0; i < mine_.size(); ++i)
     at.push_back(offsets_[i] == kInOutput ? static_cast<float*>(outputs[i]) : own_.floats() + offsets_[i]);
   return at;
 }
 
-void Sums::divide_by(const Device& device, int world, std::span<float* const> places) const {
+void ShardSums::divide_by(const Device& device, int world, std::span<float* const> places) const {
   std::vector<SumSpan> spans;
   for (size_t i = 0; i < mine_.size(); ++i) spans.push_back({places[i], mine_[i].count});
   divide(device, spans, job_.options.op == ReduceOptions::Op::mean ? static_cast<float>(world) : 1.0f);
 }
 
-void Sums::round(const Device& device, std::span<void* const> outputs) const {
+void ShardSums::round(const Device& device, std::span<void* const> outputs) const {
   std::vector<NarrowSpan> spans;
   for (size_t i = 0; i < mine_.size(); ++i)
     if (offsets_[i] != kInOutput)

@@ -12,14 +12,14 @@
 
 namespace gradwire {
 
-class Sums {
+class ShardSums {
  public:
   // What becomes of the sums of a shard:
   //   kept      they are encoded again for the way down; there are no outputs
   //   tensors   they are the result, in the type of the tensor: f32 sums stand in the output at once
   //   floats    they are the result, and every output is f32
   enum class Use { kept, tensors, floats };
-  Sums(std::shared_ptr<Memory> memory, const Job& job, std::span<const Shard> mine, Use use);
+  ShardSums(std::shared_ptr<Memory> memory, const Job& job, std::span<const Shard> mine, Use use);
 
   // One place for each shard. `outputs`: where the results of the shards go; none for Use::kept.
   std::vector<float*> places(std::span<void* const> outputs) const;

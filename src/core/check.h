@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// GW_CHECK(condition): an invariant of the library, which no input can break. Where one is broken all the same, it throws
-// std::logic_error with the condition and its place.
+// GW_CHECK(condition): an invariant of the library, which no input can break. Where one is broken all the same, it
+// throws std::logic_error with the condition and its place.
 #pragma once
 
 #include <stdexcept>

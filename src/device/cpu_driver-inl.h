@@ -253,15 +253,15 @@ struct Driver {
       Sums sums;
       if (scheme.sums != SumKind::none && top < kInfBits)
         Stats::rows_sums(scheme.sums, x, row, end, grid_for(top), sums);
-      uint32_t side[2] = {};
-      B::make_scales(scheme, top, sums, min_u64(scheme.unit, n - row * kLane), side);
-      marked |= side[0] == kMarker;
-      const uint64_t at = side_offset(scheme, s.count) + unit * scheme.scale_words;
+      uint32_t scales[2] = {};
+      B::make_scales(scheme, top, sums, min_u64(scheme.unit, n - row * kLane), scales);
+      marked |= scales[0] == kMarker;
+      const uint64_t at = scales_offset(scheme, s.count) + unit * scheme.scale_words;
       for (uint32_t w = 0; w < scheme.scale_words; ++w) {
-        s.region[at + w] = side[w];
-        check.add_word(side[w], s.region_index + at + w);
+        s.region[at + w] = scales[w];
+        check.add_word(scales[w], s.region_index + at + w);
       }
-      const UnitParams p = B::make_params(scheme, side);
+      const UnitParams p = B::make_params(scheme, scales);
       if (unit_rows == kLane && p.pre == 1.0f && n == kBlock) {
         params[0] = p;
         return true;
@@ -336,14 +336,14 @@ struct Driver {
       const uint64_t n = s.elements_of(block);
       bool one = true;
       if (!whole && scheme.scale_words != 0) {
-        const uint32_t* side = s.region + side_offset(scheme, s.count);
+        const uint32_t* scales = s.region + scales_offset(scheme, s.count);
         if (scheme.unit == kBlock) {
-          params[0] = B::make_params(scheme, side + block * scheme.scale_words);
+          params[0] = B::make_params(scheme, scales + block * scheme.scale_words);
         } else {
           one = false;
           for (uint32_t row = 0; row * kLane < n; ++row)
             params[row] =
-                B::make_params(scheme, side + (block * kBlock + row * kLane) / scheme.unit * scheme.scale_words);
+                B::make_params(scheme, scales + (block * kBlock + row * kLane) / scheme.unit * scheme.scale_words);
         }
       }
       const int bits = B::kCodeBits ? B::kCodeBits : scheme.bits;

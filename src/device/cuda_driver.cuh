@@ -112,12 +112,12 @@ __device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint
   }
 }
 
-__device__ __forceinline__ void write_side(const CudaJob& job, const CudaPiece& piece, uint64_t unit,
-                                           const uint32_t* side, Check& check) {
-  const uint64_t at = piece.region + side_offset(job.scheme, piece.count) + unit * job.scheme.scale_words;
+__device__ __forceinline__ void write_scales(const CudaJob& job, const CudaPiece& piece, uint64_t unit,
+                                             const uint32_t* scales, Check& check) {
+  const uint64_t at = piece.region + scales_offset(job.scheme, piece.count) + unit * job.scheme.scale_words;
   for (uint32_t w = 0; w < job.scheme.scale_words; ++w) {
-    job.body[at + w] = side[w];
-    check.loose += word_part(side[w], at + w);
+    job.body[at + w] = scales[w];
+    check.loose += word_part(scales[w], at + w);
   }
 }
 
@@ -202,12 +202,12 @@ __device__ __forceinline__ bool params_of_units(const CudaJob& job, const CudaPi
   const uint32_t first_row = lane & ~(unit_rows - 1);
   uint32_t marked = 0;
   if (lane == last && first_row * kLane < n) {
-    uint32_t side[2];
-    B::make_scales(job.scheme, top, sums, min_u64(job.scheme.unit, n - first_row * kLane), side);
-    if (writes) write_side(job, piece, (block * kBlock + first_row * kLane) / job.scheme.unit, side, check);
-    const UnitParams p = B::make_params(job.scheme, side);
+    uint32_t scales[2];
+    B::make_scales(job.scheme, top, sums, min_u64(job.scheme.unit, n - first_row * kLane), scales);
+    if (writes) write_scales(job, piece, (block * kBlock + first_row * kLane) / job.scheme.unit, scales, check);
+    const UnitParams p = B::make_params(job.scheme, scales);
     for (uint32_t row = first_row; row <= lane; ++row) rows[row] = p;
-    marked = side[0] == kMarker;
+    marked = scales[0] == kMarker;
   }
   return __any_sync(kFull, marked);
 }
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ Cud
   const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   UnitParams* rows = shared_rows[warp];
   Check check;
-  // The eight warps share the rows of a tail: all look at the whole of it, the first writes the side values.
+  // The eight warps share the rows of a tail: all look at the whole of it, the first writes the scales.
   const uint64_t start = kTails ? blockIdx.x : blockIdx.x * 8ull + warp, stride = kTails ? gridDim.x : gridDim.x * 8ull;
   const bool writer = lane == 0 && (!kTails || warp == 0);
   for (uint64_t i = start; i < (kTails ? job.piece_count : job.items); i += stride) {
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ Cud
 
     UnitParams one;
     bool is_one = true, marked = false;
-    uint32_t side[2];
+    uint32_t scales[2];
     if (job.scheme.unit == 0) {
       one = job.params[item.slot];
       marked = float_bits(one.a) == kMarker;
@@ -240,10 +240,10 @@ __global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ Cud
       const uint32_t top = block_max(x);
       Sums sums;
       if (job.scheme.sums != SumKind::none && top < kInfBits) sums = warp_sums(job.scheme.sums, x, grid_for(top));
-      B::make_scales(job.scheme, top, sums, n, side);
-      if (writer) write_side(job, piece, block, side, check);
-      one = B::make_params(job.scheme, side);
-      marked = side[0] == kMarker;
+      B::make_scales(job.scheme, top, sums, n, scales);
+      if (writer) write_scales(job, piece, block, scales, check);
+      one = B::make_params(job.scheme, scales);
+      marked = scales[0] == kMarker;
     } else if (job.scheme.scale_words != 0) {
       is_one = false;
       marked = params_of_units<B>(job, piece, block, n, lane, x, !kTails || warp == 0, rows, check);
@@ -290,11 +290,12 @@ __global__ void __launch_bounds__(1024) encode_chunks(const __grid_constant__ Cu
     }
     if (here) {
       const uint64_t unit = block / span, begin = unit * job.scheme.unit;
-      uint32_t side[2];
-      B::make_scales(job.scheme, top, sums, min_u64(job.scheme.unit, piece.count - begin), side);
-      if (lane == 0 && warp == first) write_side(job, piece, unit, side, check);
-      const UnitParams one = B::make_params(job.scheme, side);
-      encode_block<B, kFeedback>(job, piece, block, lane, x, true, one, shared_rows + warp, side[0] == kMarker, check);
+      uint32_t scales[2];
+      B::make_scales(job.scheme, top, sums, min_u64(job.scheme.unit, piece.count - begin), scales);
+      if (lane == 0 && warp == first) write_scales(job, piece, unit, scales, check);
+      const UnitParams one = B::make_params(job.scheme, scales);
+      encode_block<B, kFeedback>(job, piece, block, lane, x, true, one, shared_rows + warp, scales[0] == kMarker,
+                                 check);
     }
     __syncthreads();
   }
@@ -310,10 +311,10 @@ __global__ void whole_scales(const __grid_constant__ CudaJob job) {
     const CudaPiece piece = job.pieces[p];
     if (piece.count == 0) continue;
     const Sums sums{static_cast<int64_t>(job.sums[p].first), job.sums[p].second, job.sums[p].negative};
-    uint32_t side[2];
-    B::make_scales(job.scheme, job.tops[p], sums, piece.count, side);
-    write_side(job, piece, 0, side, check);
-    job.params[p] = B::make_params(job.scheme, side);
+    uint32_t scales[2];
+    B::make_scales(job.scheme, job.tops[p], sums, piece.count, scales);
+    write_scales(job, piece, 0, scales, check);
+    job.params[p] = B::make_params(job.scheme, scales);
   }
   check.flush(job.check);
 }
@@ -336,7 +337,7 @@ struct RowParams {
     uint32_t problem = 0;
     if (lane * kLane < n) {
       const uint64_t u = begin / unit;
-      const uint64_t at = piece.region + side_offset(scheme, piece.count) + u * scheme.scale_words;
+      const uint64_t at = piece.region + scales_offset(scheme, piece.count) + u * scheme.scale_words;
       uint32_t scales[2] = {0, 0};
       for (uint32_t w = 0; w < scheme.scale_words; ++w) scales[w] = job.body[at + w];
       if (begin == u * unit && checks) {

@@ -12,7 +12,7 @@ struct TensorPlace {
   uint64_t first_item = 0, full = 0;  // full: blocks that are not partial
   const void *in = nullptr, *before = nullptr;
   void *after = nullptr, *out = nullptr;
-  uint64_t key = 0, first_block = 0, region = 0, side = 0;  // side: body index of the piece's side values
+  uint64_t key = 0, first_block = 0, region = 0, scales = 0;  // scales: body index of the piece's scales
 
   uint32_t next = 0;  // the slot of the item to come, asked for one item ahead
 
@@ -27,7 +27,7 @@ struct TensorPlace {
     first_item = piece.first_item;
     full = piece.count / kBlock;
     region = piece.region;
-    side = region + side_offset(job.scheme, piece.count);
+    scales = region + scales_offset(job.scheme, piece.count);
     if (job.out) out = job.out[tensor];
     if (!job.in) return;
     in = job.in[tensor];
@@ -40,7 +40,7 @@ struct TensorPlace {
 };
 
 // Scale words wait, one per lane, and are summed 32 at a time.
-struct SideSums {
+struct ScaleSums {
   uint64_t index = 0;
   uint32_t word = 0, held = 0;
   __device__ __forceinline__ void add(uint32_t lane, uint32_t value, uint64_t at, Check& check) {
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
   const uint64_t stride = job.main_blocks * 8ull;
   const Scheme& scheme = job.scheme;
   Check check;
-  SideSums sides;
+  ScaleSums scale_sums;
   TensorPlace place;
   __shared__ float table[B::kTableFloats + 1];
   fetch_table<B>(scheme, table);
@@ -185,15 +185,15 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
         const uint32_t top = block_max(x);
         Sums sums;
         if (scheme.sums != SumKind::none && top < kInfBits) sums = warp_sums(scheme.sums, x, grid_for(top));
-        uint32_t side[2];
-        B::make_scales(scheme, top, sums, kBlock, side);
+        uint32_t scales[2];
+        B::make_scales(scheme, top, sums, kBlock, scales);
         for (uint32_t w = 0; w < scheme.scale_words; ++w) {
-          const uint64_t index = place.side + block * scheme.scale_words + w;
-          if (lane == 0) job.body[index] = side[w];
-          sides.add(lane, side[w], index, check);
+          const uint64_t index = place.scales + block * scheme.scale_words + w;
+          if (lane == 0) job.body[index] = scales[w];
+          scale_sums.add(lane, scales[w], index, check);
         }
-        p = B::make_params(scheme, side);
-        marked = side[0] == kMarker;
+        p = B::make_params(scheme, scales);
+        marked = scales[0] == kMarker;
       }
       if constexpr (B::kTableFloats > 0) p.table = table;
       if (marked) {
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
     encode_rows<B, false, kFeedback>(job, at, lane, x, lower, the_one, check);
     if (kFeedback && place.after) store_residuals(job, place, block * kBlock + lane, x);
   }
-  sides.flush(check);
+  scale_sums.flush(check);
   check.flush(job.check);
 }
 
@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
   }
   __shared__ float table[B::kTableFloats + 1];
   fetch_table<B>(scheme, table);
-  SideSums sides;
+  ScaleSums scale_sums;
   TensorPlace place;
   uint32_t problem = 0;
   typename HeldWords<B, kQuads>::Type held;
@@ -373,21 +373,21 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
     UnitParams p;
     if (scheme.scale_words != 0) {
       const uint64_t unit = scheme.unit == 0 ? 0 : block >> job.unit_shift;
-      uint32_t side[2] = {0, 0};
-      side[0] = __ldg(job.body + place.side + unit * scheme.scale_words);
-      if (scheme.scale_words > 1) side[1] = __ldg(job.body + place.side + unit * scheme.scale_words + 1);
+      uint32_t scales[2] = {0, 0};
+      scales[0] = __ldg(job.body + place.scales + unit * scheme.scale_words);
+      if (scheme.scale_words > 1) scales[1] = __ldg(job.body + place.scales + unit * scheme.scale_words + 1);
       if (scheme.unit == 0 ? block == 0 : unit << job.unit_shift == block) {
-        if (!B::scales_valid(scheme, side)) problem |= kBadScales;
+        if (!B::scales_valid(scheme, scales)) problem |= kBadScales;
         for (uint32_t s = 0; s < scheme.scale_words; ++s)
-          sides.add(lane, side[s], place.side + unit * scheme.scale_words + s, check);
+          scale_sums.add(lane, scales[s], place.scales + unit * scheme.scale_words + s, check);
       }
-      p = B::make_params(scheme, side);
+      p = B::make_params(scheme, scales);
       if constexpr (B::kTableFloats > 0) p.table = table;
     }
     const uint32_t seen = held.decode(job, place.out, block * kBlock, words, row0, lane, p, check);
     if (B::bad(seen, scheme)) problem |= kBadCodes;
   }
   held.finish(lane, check);
-  sides.flush(check);
+  scale_sums.flush(check);
   report(job, problem, check);
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checking the head of a message where it lies, on the device.
 //
-// Included by codec/cuda_kernels.cu before the drivers.
+// Included by the files of kernels inside an anonymous namespace, before the drivers.
 
 constexpr uint32_t kFull = 0xffffffffu;
 

@@ -4,9 +4,9 @@
 
 // For each set of up to eight lanes: where in the vector its members stand, one after the other; and how many of them
 // stand before each lane.
-struct Places {
+struct LanePlaces {
   uint8_t members[256][8], before[256][8];
-  constexpr Places() : members(), before() {
+  constexpr LanePlaces() : members(), before() {
     for (int set = 0; set < 256; ++set)
       for (int lane = 0, count = 0; lane < 8; ++lane) {
         before[set][lane] = static_cast<uint8_t>(count & 7);
@@ -14,7 +14,7 @@ struct Places {
       }
   }
 };
-[[maybe_unused]] inline constexpr Places kPlaces;
+[[maybe_unused]] inline constexpr LanePlaces kPlaces;
 
 struct VectorLane {
   using DF = hwy::HWY_NAMESPACE::CappedTag<float, 16>;

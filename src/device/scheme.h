@@ -66,7 +66,7 @@ GW_HD inline uint64_t unit_count(const Scheme& s, uint64_t count) {
 // Quantised regions.
 GW_HD inline uint64_t full_words(const Scheme& s, uint64_t count) { return count / kBlock * kLane * s.bits; }
 GW_HD inline uint64_t tail_words(const Scheme& s, uint64_t count) { return div_up(count % kBlock * s.bits, 32); }
-GW_HD inline uint64_t side_offset(const Scheme& s, uint64_t count) {
+GW_HD inline uint64_t scales_offset(const Scheme& s, uint64_t count) {
   return full_words(s, count) + tail_words(s, count);
 }
 

@@ -17,6 +17,7 @@
 #include <mutex>
 #include <utility>
 
+#include "core/clock.h"
 #include "engine/call.h"
 #include "gradwire/engine.h"
 
@@ -25,7 +26,6 @@ namespace gradwire {
 namespace {
 
 using namespace engine_detail;
-using Clock = std::chrono::steady_clock;
 
 class Hub;
 
@@ -38,8 +38,8 @@ struct Posting {
   int pins = 0;  // pairs of this rank that are being copied now
 };
 
-struct Operation {
-  Operation(uint64_t number, int world)
+struct LoopbackOperation {
+  LoopbackOperation(uint64_t number, int world)
       : sequence(number), postings(world), pairs(static_cast<size_t>(world) * world) {}
   int world() const { return static_cast<int>(postings.size()); }
   Pair& pair(int from, int to) { return pairs[static_cast<size_t>(from) * postings.size() + to]; }
@@ -58,9 +58,9 @@ class Hub {
 
   int world() const { return static_cast<int>(members_.size()); }
 
-  std::shared_ptr<Operation> start(int rank, Call call);
-  void wait(Operation& operation, int rank);
-  std::shared_ptr<Hub> child(Operation& split, int rank, int* rank_there);
+  std::shared_ptr<LoopbackOperation> start(int rank, Call call);
+  void wait(LoopbackOperation& operation, int rank);
+  std::shared_ptr<Hub> child(LoopbackOperation& split, int rank, int* rank_there);
   void leave(int rank);
   void poison(const EngineFailure& failure) {
     std::unique_lock lock(mutex_);
@@ -86,11 +86,11 @@ class Hub {
   };
 
   void condemn(Lock& lock, const EngineFailure& failure);
-  void meet(Lock& lock, Operation& operation, int a, int b);
-  bool copy_one(Lock& lock, Operation& operation, int rank);
-  void copy(Lock& lock, Operation& operation, int from, int to);
-  int missing(const Operation& operation) const;
-  static std::string describe(const Operation& operation, int rank) {
+  void meet(Lock& lock, LoopbackOperation& operation, int a, int b);
+  bool copy_one(Lock& lock, LoopbackOperation& operation, int rank);
+  void copy(Lock& lock, LoopbackOperation& operation, int from, int to);
+  int missing(const LoopbackOperation& operation) const;
+  static std::string describe(const LoopbackOperation& operation, int rank) {
     const Call& call = operation.postings[rank].call;
     return engine_detail::describe(call.code, call.root, operation.sequence);
   }
@@ -98,7 +98,7 @@ class Hub {
   std::mutex mutex_;
   std::optional<EngineFailure> failure_;
   std::vector<Member> members_;
-  std::map<uint64_t, std::shared_ptr<Operation>> incomplete_;  // not yet started by all ranks
+  std::map<uint64_t, std::shared_ptr<LoopbackOperation>> incomplete_;  // not yet started by all ranks
   std::vector<std::weak_ptr<Hub>> children_;
   const std::vector<int> group_;
 };
@@ -113,13 +113,13 @@ void Hub::condemn(Lock&, const EngineFailure& failure) {
   }
 }
 
-std::shared_ptr<Operation> Hub::start(int rank, Call call) {
+std::shared_ptr<LoopbackOperation> Hub::start(int rank, Call call) {
   Lock lock(mutex_);
   if (failure_) failure_->raise();
   const uint64_t sequence = members_[rank].started++;
   auto& place = incomplete_[sequence];
-  if (!place) place = std::make_shared<Operation>(sequence, world());
-  const std::shared_ptr<Operation> operation = place;
+  if (!place) place = std::make_shared<LoopbackOperation>(sequence, world());
+  const std::shared_ptr<LoopbackOperation> operation = place;
   Posting& mine = operation->postings[rank];
   mine.call = std::move(call);
   mine.posted = true;
@@ -136,7 +136,7 @@ std::shared_ptr<Operation> Hub::start(int rank, Call call) {
   return operation;
 }
 
-void Hub::meet(Lock& lock, Operation& operation, int a, int b) {
+void Hub::meet(Lock& lock, LoopbackOperation& operation, int a, int b) {
   const Call& call_a = operation.postings[a].call;
   const Call& call_b = operation.postings[b].call;
   if (const auto failure = compare(operation.sequence, a, offer_to(call_a, b), b, offer_to(call_b, a))) {
@@ -153,11 +153,11 @@ void Hub::meet(Lock& lock, Operation& operation, int a, int b) {
   if (a != b) make_ready(b, a);
 }
 
-void Hub::wait(Operation& operation, int rank) {
+void Hub::wait(LoopbackOperation& operation, int rank) {
   Lock lock(mutex_);
   Member& member = members_[rank];
   Posting& mine = operation.postings[rank];
-  const Clock::time_point deadline = Clock::now() + member.timeout;
+  const SteadyClock::time_point deadline = SteadyClock::now() + member.timeout;
   for (;;) {
     if (failure_) {
       member.wake.wait(lock, [&] { return mine.pins == 0; });
@@ -177,7 +177,7 @@ void Hub::wait(Operation& operation, int rank) {
 
 // A rank first copies what it receives, each rank beginning with another peer, and then what it sends. If all ranks
 // wait, all of them copy, and no two of them read the same memory at once.
-bool Hub::copy_one(Lock& lock, Operation& operation, int rank) {
+bool Hub::copy_one(Lock& lock, LoopbackOperation& operation, int rank) {
   const int w = world();
   for (int i = 0; i < w; ++i) {
     const int p = (rank + i) % w;
@@ -190,7 +190,7 @@ bool Hub::copy_one(Lock& lock, Operation& operation, int rank) {
   return false;
 }
 
-void Hub::copy(Lock& lock, Operation& operation, int from, int to) {
+void Hub::copy(Lock& lock, LoopbackOperation& operation, int from, int to) {
   Posting& sender = operation.postings[from];
   Posting& receiver = operation.postings[to];
   operation.pair(from, to) = Pair::copying;
@@ -211,7 +211,7 @@ void Hub::copy(Lock& lock, Operation& operation, int from, int to) {
 }
 
 // Of the ranks that have not started it, the one that is furthest behind: the others may be waiting for it themselves.
-int Hub::missing(const Operation& operation) const {
+int Hub::missing(const LoopbackOperation& operation) const {
   int worst = -1;
   for (int p = 0; p < world(); ++p) {
     if (operation.postings[p].posted) continue;
@@ -221,7 +221,7 @@ int Hub::missing(const Operation& operation) const {
 }
 
 // This comes after all ranks have started the split, so that the colours are known.
-std::shared_ptr<Hub> Hub::child(Operation& split, int rank, int* rank_there) {
+std::shared_ptr<Hub> Hub::child(LoopbackOperation& split, int rank, int* rank_there) {
   Lock lock(mutex_);
   if (failure_) failure_->raise();
   std::vector<int> colours;
@@ -251,13 +251,13 @@ void Hub::leave(int rank) {
   }
 }
 
-struct Waiting : Handle::State {
-  Waiting(std::shared_ptr<Hub> h, std::shared_ptr<Operation> o, int r)
+struct LoopbackHandle : Handle::State {
+  LoopbackHandle(std::shared_ptr<Hub> h, std::shared_ptr<LoopbackOperation> o, int r)
       : hub(std::move(h)), operation(std::move(o)), rank(r) {}
   void wait() override { hub->wait(*operation, rank); }
 
   const std::shared_ptr<Hub> hub;
-  const std::shared_ptr<Operation> operation;
+  const std::shared_ptr<LoopbackOperation> operation;
   const int rank;
 };
 
@@ -300,7 +300,7 @@ class LoopbackEngine : public Engine {
     const uint64_t bytes = payload_bytes(call, rank_);
     auto operation = hub_->start(rank_, std::move(call));
     traffic_->add(bytes);
-    return Handle(std::make_unique<Waiting>(hub_, std::move(operation), rank_));
+    return Handle(std::make_unique<LoopbackHandle>(hub_, std::move(operation), rank_));
   }
 
   const std::shared_ptr<Hub> hub_;

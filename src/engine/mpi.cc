@@ -17,8 +17,9 @@ namespace {
 
 using namespace engine_detail;
 
-struct Waiting : Handle::State {
-  Waiting(std::shared_ptr<MpiCore> c, std::shared_ptr<MpiOperation> o) : core(std::move(c)), operation(std::move(o)) {}
+struct MpiHandle : Handle::State {
+  MpiHandle(std::shared_ptr<MpiCore> c, std::shared_ptr<MpiOperation> o)
+      : core(std::move(c)), operation(std::move(o)) {}
   void wait() override { core->wait(*operation); }
 
   const std::shared_ptr<MpiCore> core;
@@ -54,7 +55,7 @@ class MpiEngine : public Engine {
     const uint64_t bytes = payload_bytes(call, rank());
     auto operation = core_->start(std::move(call));
     traffic_->add(bytes);
-    return Handle(std::make_unique<Waiting>(core_, std::move(operation)));
+    return Handle(std::make_unique<MpiHandle>(core_, std::move(operation)));
   }
 
   const std::shared_ptr<MpiCore> core_;

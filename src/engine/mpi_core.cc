@@ -100,7 +100,7 @@ std::shared_ptr<MpiOperation> MpiCore::start(Call call) {
 
 bool MpiCore::wait_complete(MpiOperation& operation) {
   std::unique_lock lock(mutex_);
-  operation.waited_since = Clock::now();
+  operation.waited_since = SteadyClock::now();
   done_.wait(lock, [&] { return operation.over; });
   return operation.complete;
 }

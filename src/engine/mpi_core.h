@@ -34,8 +34,6 @@
 
 namespace gradwire::engine_detail {
 
-using Clock = SteadyClock;
-
 void check_mpi(int code, const char* call);  // throws Error{engine} with MPI's words
 
 // One message carries at most this many bytes: counts are ints in MPI. All ranks must have the same; for tests.
@@ -52,12 +50,12 @@ struct MpiOperation {
   bool over = false;      // MPI will not touch the buffers again
   bool complete = false;  // and all bytes have moved
   bool held = false;      // the exception: a peer froze with bytes in the air
-  std::optional<Clock::time_point> waited_since;
+  std::optional<SteadyClock::time_point> waited_since;
 
   // The progress thread's own.
   int agreed = 0;         // peers whose offers fit
   std::vector<int> open;  // requests in the air, by peer
-  Clock::time_point moved{};
+  SteadyClock::time_point moved{};
 };
 
 class MpiCore {
@@ -81,8 +79,8 @@ class MpiCore {
   std::chrono::milliseconds timeout();
 
  private:
-  enum class Type : uint32_t { offer, stop, bye, ack };
-  struct Control;
+  enum class ControlType : uint32_t { offer, stop, bye, ack };
+  struct ControlMessage;
   struct Peer {
     std::deque<Offer> offers;            // of operations not agreed on yet; the first is number `agreed`
     uint64_t agreed = 0;                 // operations posted with this peer
@@ -108,7 +106,7 @@ class MpiCore {
   bool poll_control();
   void listen(int peer);
   void on_control(int peer, std::span<const std::byte> message);
-  void tell(int peer, const Control& head, std::string_view text = {});
+  void tell(int peer, const ControlMessage& head, std::string_view text = {});
   void stop();
   void drain();
   bool settle();
@@ -146,8 +144,8 @@ class MpiCore {
   std::vector<int> indices_;
   std::vector<MPI_Status> statuses_;
   uint64_t admitted_ = 0;
-  std::optional<Clock::time_point> stopped_;  // since when
-  std::optional<Clock::time_point> leaving_;
+  std::optional<SteadyClock::time_point> stopped_;  // since when
+  std::optional<SteadyClock::time_point> leaving_;
   int idle_turns_ = 0;
   bool leaky_ = false;  // something was left in the air: nothing it may touch is freed
   std::thread thread_;

@@ -28,8 +28,8 @@ constexpr auto kFarewell = 5s;  // how long a destructor waits for the others to
 }  // namespace
 
 // Sent as it lies in memory: all ranks of an MPI job run on machines of the same byte order.
-struct MpiCore::Control {
-  Type type;
+struct MpiCore::ControlMessage {
+  ControlType type;
   Code code = Code::barrier;
   int32_t root = -1;
   int32_t rank = -1;                   // stop: the failure's
@@ -107,9 +107,9 @@ bool MpiCore::take_orders() {
     any = true;
   }
   if (closing && !leaving_) {
-    leaving_ = Clock::now();
+    leaving_ = SteadyClock::now();
     for (int p = 0; p < world_; ++p) {
-      if (!peers_[p].told_last) tell(p, {.type = Type::bye, .number = admitted_});
+      if (!peers_[p].told_last) tell(p, {.type = ControlType::bye, .number = admitted_});
       peers_[p].told_last = true;
     }
   }
@@ -125,7 +125,7 @@ void MpiCore::admit(const std::shared_ptr<MpiOperation>& operation) {
       condemn(left(p, operation->describe()));
     } else if (p != rank_) {
       const Offer offer = offer_to(operation->call, p);
-      tell(p, {.type = Type::offer,
+      tell(p, {.type = ControlType::offer,
                .code = offer.code,
                .root = offer.root,
                .number = operation->sequence,
@@ -192,7 +192,7 @@ bool MpiCore::poll_payload() {
   }
   check_mpi(code, "MPI_Testsome");
   if (ended == MPI_UNDEFINED || ended == 0) return false;
-  const Clock::time_point now = Clock::now();
+  const SteadyClock::time_point now = SteadyClock::now();
   for (int i = 0; i < ended; ++i) {
     const Transfer& transfer = transfers_[indices_[i]];
     --transfer.operation->open[transfer.peer];
@@ -254,41 +254,41 @@ bool MpiCore::poll_control() {
 }
 
 void MpiCore::on_control(int p, std::span<const std::byte> message) {
-  Control head{};
+  ControlMessage head{};
   GW_CHECK(message.size() >= sizeof head);
   std::memcpy(&head, message.data(), sizeof head);
   const std::string_view text(reinterpret_cast<const char*>(message.data()) + sizeof head,
                               message.size() - sizeof head);
   Peer& peer = peers_[p];
   switch (head.type) {
-    case Type::offer:
+    case ControlType::offer:
       GW_CHECK(head.number == peer.agreed + peer.offers.size());
       peer.offers.push_back({head.code, head.root, head.sends, head.expects});
       match(p);
       break;
-    case Type::stop: {
+    case ControlType::stop: {
       GW_CHECK(head.field_bytes <= text.size());
       peer.stopped_at = head.number;
       condemn({head.kind, std::string(text.substr(head.field_bytes)), std::string(text.substr(0, head.field_bytes)),
                head.rank});
       break;
     }
-    case Type::bye:
+    case ControlType::bye:
       peer.left_after = head.number;
       peer.heard_last = true;
-      if (!peer.told_last) tell(p, {.type = Type::ack});
+      if (!peer.told_last) tell(p, {.type = ControlType::ack});
       peer.told_last = true;
       for (const auto& [sequence, operation] : operations_) {
         if (sequence >= head.number) condemn(left(p, operation->describe()));
       }
       break;
-    case Type::ack:
+    case ControlType::ack:
       peer.heard_last = true;
       break;
   }
 }
 
-void MpiCore::tell(int p, const Control& head, std::string_view text) {
+void MpiCore::tell(int p, const ControlMessage& head, std::string_view text) {
   if (peers_[p].told_last) return;
   text = text.substr(0, kInboxBytes - sizeof head);
   std::vector<std::byte> message(sizeof head + text.size());
@@ -302,7 +302,7 @@ void MpiCore::tell(int p, const Control& head, std::string_view text) {
 }
 
 void MpiCore::stop() {
-  stopped_ = Clock::now();
+  stopped_ = SteadyClock::now();
   leaky_ = true;
   EngineFailure failure;
   {
@@ -311,7 +311,7 @@ void MpiCore::stop() {
   }
   for (int p = 0; p < world_; ++p) {
     tell(p,
-         {.type = Type::stop,
+         {.type = ControlType::stop,
           .rank = failure.rank,
           .number = peers_[p].agreed,
           .kind = failure.kind,
@@ -325,7 +325,7 @@ void MpiCore::stop() {
 void MpiCore::drain() {
   if (requests_.empty()) return;
   const auto patience = timeout();
-  const Clock::time_point now = Clock::now();
+  const SteadyClock::time_point now = SteadyClock::now();
   size_t kept = 0;
   for (size_t i = 0; i < requests_.size(); ++i) {
     const Transfer& transfer = transfers_[i];
@@ -390,7 +390,7 @@ void MpiCore::check_deadlines() {
   {
     std::unique_lock lock(mutex_);
     if (failure_) return;
-    const Clock::time_point now = Clock::now();
+    const SteadyClock::time_point now = SteadyClock::now();
     for (const auto& [sequence, operation] : operations_) {
       if (!operation->waited_since || now < std::max(*operation->waited_since, operation->moved) + timeout_) continue;
       // Who has not come; of several, the one furthest behind: the others may be waiting for it themselves.
@@ -418,7 +418,7 @@ bool MpiCore::closed() {
   if (!leaving_) return false;
   const bool heard = std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.heard_last; });
   if (heard && telling_.empty()) return true;
-  if (Clock::now() < *leaving_ + kFarewell) return false;
+  if (SteadyClock::now() < *leaving_ + kFarewell) return false;
   leaky_ = true;
   return true;
 }

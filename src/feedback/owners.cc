@@ -13,12 +13,12 @@ namespace gradwire {
 std::vector<OwnedRun> owners(std::string_view name, uint64_t count, int world) {
   if (world < 1) throw Error(ErrorKind::usage, fmt::format("world is {}; it must be at least 1", world), "world");
   const auto w = static_cast<uint64_t>(world);
-  const uint64_t grains = count / kPieceGrain + (count % kPieceGrain != 0), start = hash_name(name) % w;
+  const uint64_t tiles = count / kTileElements + (count % kTileElements != 0), start = hash_name(name) % w;
   std::vector<OwnedRun> runs;
-  for (uint64_t slot = 0, grain = 0; grain < grains; ++slot) {
-    const uint64_t first = grain * kPieceGrain;
-    grain += grains / w + (slot < grains % w);
-    const uint64_t end = grain < grains ? grain * kPieceGrain : count;
+  for (uint64_t slot = 0, tile = 0; tile < tiles; ++slot) {
+    const uint64_t first = tile * kTileElements;
+    tile += tiles / w + (slot < tiles % w);
+    const uint64_t end = tile < tiles ? tile * kTileElements : count;
     runs.push_back({first, end - first, static_cast<int>((start + slot) % w)});
   }
   return runs;

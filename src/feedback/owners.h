@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who owns which element of a tensor when W ranks share the work. A tensor is seen as grains of kPieceGrain elements;
-// its grains are dealt as W contiguous runs, as even as whole grains allow, and the rank of the first run is drawn from
-// the name. So a tensor of one grain goes whole to an owner by name, and the odd grains of many tensors spread over
+// Who owns which element of a tensor when W ranks share the work. A tensor is seen as tiles of kTileElements elements;
+// its tiles are dealt as W contiguous runs, as even as whole tiles allow, and the rank of the first run is drawn from
+// the name. So a tensor of one tile goes whole to an owner by name, and the odd tiles of many tensors spread over
 // all ranks. Nothing here looks at other tensors: the owner of an element is the same however tensors are grouped.
 #pragma once
 

@@ -8,7 +8,7 @@
 
 #include "io/safetensors.h"
 
-namespace gradwire {
+namespace gradwire::io {
 
 using nlohmann::json;
 
@@ -31,7 +31,7 @@ json parse_bounded(std::string_view text, std::string& error, size_t max_depth) 
     } else if (event == Event::object_end || event == Event::array_end) {
       keys.pop_back();
     } else if (event == Event::key && !keys.back().insert(parsed.get<std::string>()).second) {
-      error = fmt::format("has {} twice in one object", server::shown(parsed.get<std::string>()));
+      error = fmt::format("has {} twice in one object", shown(parsed.get<std::string>()));
       throw Refused();
     }
     return true;
@@ -47,4 +47,4 @@ json parse_bounded(std::string_view text, std::string& error, size_t max_depth) 
   return json(json::value_t::discarded);
 }
 
-}  // namespace gradwire
+}  // namespace gradwire::io

@@ -8,7 +8,7 @@
 #include <string>
 #include <string_view>
 
-namespace gradwire {
+namespace gradwire::io {
 
 inline constexpr size_t kMaxJsonDepth = 64;
 
@@ -17,4 +17,4 @@ inline constexpr size_t kMaxJsonDepth = 64;
 // could understand it differently.
 nlohmann::json parse_bounded(std::string_view text, std::string& error, size_t max_depth = kMaxJsonDepth);
 
-}  // namespace gradwire
+}  // namespace gradwire::io

@@ -23,7 +23,7 @@
 #include "gradwire/error.h"
 #include "io/safetensors_header.h"
 
-namespace gradwire::server {
+namespace gradwire::io {
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "files are little-endian; a big-endian host must swap");
@@ -159,4 +159,4 @@ uint64_t SafetensorsFile::hash(uint64_t bytes) const {
   return XXH3_64bits_digest(state.get());
 }
 
-}  // namespace gradwire::server
+}  // namespace gradwire::io

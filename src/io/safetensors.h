@@ -20,7 +20,7 @@
 #include <string_view>
 #include <vector>
 
-namespace gradwire::server {
+namespace gradwire::io {
 
 inline constexpr uint64_t kMaxHeaderBytes = 100'000'000;
 inline constexpr size_t kMaxDimensions = 64;
@@ -104,4 +104,4 @@ struct WriteOptions {
 void write_safetensors(const std::string& path, std::span<const TensorBytes> tensors, const Metadata& metadata = {},
                        const WriteOptions& options = {});
 
-}  // namespace gradwire::server
+}  // namespace gradwire::io

@@ -16,7 +16,7 @@
 
 #include "gradwire/error.h"
 
-namespace gradwire::server {
+namespace gradwire::io {
 namespace {
 
 using nlohmann::json;
@@ -54,13 +54,13 @@ class SafetensorsHeaderReader final : public nlohmann::json_sax<json> {
   bool binary(binary_t&) override { unexpected("binary"); }
 
   bool number_unsigned(number_unsigned_t value) override {
-    if (state_ == State::shape) {
+    if (state_ == HeaderState::shape) {
       if (value > static_cast<uint64_t>(std::numeric_limits<int64_t>::max()))
         refuse_tensor(tensor(), "shape", fmt::format("has {}; at most 2^63 - 1 is allowed", value));
       if (tensor().shape.size() == kMaxDimensions)
         refuse_tensor(tensor(), "shape", fmt::format("has more than {} dimensions", kMaxDimensions));
       tensor().shape.push_back(static_cast<int64_t>(value));
-    } else if (state_ == State::offsets) {
+    } else if (state_ == HeaderState::offsets) {
       if (offset_count_ == 2) refuse_tensor(tensor(), "data_offsets", "has more than 2 numbers");
       offsets_[offset_count_++] = value;
     } else {
@@ -70,9 +70,9 @@ class SafetensorsHeaderReader final : public nlohmann::json_sax<json> {
   }
 
   bool string(string_t& value) override {
-    if (state_ == State::metadata) {
+    if (state_ == HeaderState::metadata) {
       header_.metadata[key_] = std::move(value);
-    } else if (state_ == State::tensor && key_ == "dtype") {
+    } else if (state_ == HeaderState::tensor && key_ == "dtype") {
       if (element_bytes(value) == 0)
         refuse_tensor(tensor(), "dtype", fmt::format("is {}; this build knows {}", shown(value), known_dtypes()));
       tensor().dtype = std::move(value);
@@ -83,12 +83,12 @@ class SafetensorsHeaderReader final : public nlohmann::json_sax<json> {
   }
 
   bool start_object(size_t) override {
-    if (state_ == State::outside) {
-      state_ = State::header;
-    } else if (state_ == State::header && key_ == kMetadata) {
-      state_ = State::metadata;
-    } else if (state_ == State::header) {
-      state_ = State::tensor;
+    if (state_ == HeaderState::outside) {
+      state_ = HeaderState::header;
+    } else if (state_ == HeaderState::header && key_ == kMetadata) {
+      state_ = HeaderState::metadata;
+    } else if (state_ == HeaderState::header) {
+      state_ = HeaderState::tensor;
       header_.tensors.emplace_back().name = key_;
       has_dtype_ = has_shape_ = has_offsets_ = false;
     } else {
@@ -99,9 +99,9 @@ class SafetensorsHeaderReader final : public nlohmann::json_sax<json> {
 
   bool key(string_t& value) override {
     key_ = std::move(value);
-    if (state_ == State::header) {
+    if (state_ == HeaderState::header) {
       if (!names_.insert(key_).second) refuse("name", fmt::format("{} stands twice in the header", shown(key_)));
-    } else if (state_ == State::metadata) {
+    } else if (state_ == HeaderState::metadata) {
       if (!header_.metadata.try_emplace(key_).second)
         refuse("__metadata__", fmt::format("{} stands twice", shown(key_)));
     } else {
@@ -115,16 +115,16 @@ class SafetensorsHeaderReader final : public nlohmann::json_sax<json> {
   }
 
   bool end_object() override {
-    if (state_ == State::tensor) finish_tensor();
-    state_ = state_ == State::header ? State::outside : State::header;
+    if (state_ == HeaderState::tensor) finish_tensor();
+    state_ = state_ == HeaderState::header ? HeaderState::outside : HeaderState::header;
     return true;
   }
 
   bool start_array(size_t) override {
-    if (state_ == State::tensor && key_ == "shape") {
-      state_ = State::shape;
-    } else if (state_ == State::tensor && key_ == "data_offsets") {
-      state_ = State::offsets;
+    if (state_ == HeaderState::tensor && key_ == "shape") {
+      state_ = HeaderState::shape;
+    } else if (state_ == HeaderState::tensor && key_ == "data_offsets") {
+      state_ = HeaderState::offsets;
       offset_count_ = 0;
     } else {
       unexpected("an array");
@@ -133,9 +133,9 @@ class SafetensorsHeaderReader final : public nlohmann::json_sax<json> {
   }
 
   bool end_array() override {
-    if (state_ == State::offsets && offset_count_ != 2)
+    if (state_ == HeaderState::offsets && offset_count_ != 2)
       refuse_tensor(tensor(), "data_offsets", fmt::format("has {} numbers; 2 are expected", offset_count_));
-    state_ = State::tensor;
+    state_ = HeaderState::tensor;
     return true;
   }
 
@@ -144,28 +144,28 @@ class SafetensorsHeaderReader final : public nlohmann::json_sax<json> {
   }
 
  private:
-  enum class State { outside, header, metadata, tensor, shape, offsets };
+  enum class HeaderState { outside, header, metadata, tensor, shape, offsets };
 
   StoredTensor& tensor() { return header_.tensors.back(); }
 
   [[noreturn]] void unexpected(const char* what) {
     switch (state_) {
-      case State::outside:
+      case HeaderState::outside:
         refuse("header", fmt::format("is {}; an object is expected", what));
-      case State::header:
+      case HeaderState::header:
         refuse(key_ == kMetadata ? "__metadata__" : "header",
                fmt::format("{} is {}; an object is expected", shown(key_), what));
-      case State::metadata:
+      case HeaderState::metadata:
         refuse("__metadata__", fmt::format("{} is {}; a text is expected", shown(key_), what));
-      case State::tensor:
+      case HeaderState::tensor:
         refuse_tensor(tensor(),
                       key_ == "dtype"   ? "dtype"
                       : key_ == "shape" ? "shape"
                                         : "data_offsets",
                       fmt::format("is {}; {} is expected", what, key_ == "dtype" ? "a text" : "an array"));
-      case State::shape:
+      case HeaderState::shape:
         refuse_tensor(tensor(), "shape", fmt::format("has {}; numbers from 0 are expected", what));
-      case State::offsets:
+      case HeaderState::offsets:
         break;
     }
     refuse_tensor(tensor(), "data_offsets", fmt::format("has {}; numbers from 0 are expected", what));
@@ -193,7 +193,7 @@ class SafetensorsHeaderReader final : public nlohmann::json_sax<json> {
 
   const std::string& path_;
   Header header_;
-  State state_ = State::outside;
+  HeaderState state_ = HeaderState::outside;
   std::string key_;
   std::unordered_set<std::string> names_;
   bool has_dtype_ = false, has_shape_ = false, has_offsets_ = false;
@@ -285,4 +285,4 @@ std::string header_text(const std::string& path, std::span<const StoredTensor> t
   return text;
 }
 
-}  // namespace gradwire::server
+}  // namespace gradwire::io

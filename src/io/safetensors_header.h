@@ -12,7 +12,7 @@
 
 #include "io/safetensors.h"
 
-namespace gradwire::server {
+namespace gradwire::io {
 
 struct Header {
   std::vector<StoredTensor> tensors;
@@ -28,4 +28,4 @@ std::string header_text(const std::string& path, std::span<const StoredTensor> t
 // The bytes of a tensor: false if their number, or that of its elements, does not fit in 63 bits.
 bool tensor_bytes(std::span<const int64_t> shape, size_t element_bytes, uint64_t& bytes);
 
-}  // namespace gradwire::server
+}  // namespace gradwire::io

@@ -29,7 +29,7 @@
 #include "io/safetensors.h"
 #include "io/safetensors_header.h"
 
-namespace gradwire::server {
+namespace gradwire::io {
 namespace {
 
 constexpr size_t kChunk = size_t{4} << 20;  // hashed and written while it is in the cache
@@ -232,4 +232,4 @@ void write_safetensors(const std::string& path, std::span<const TensorBytes> ten
   file.finish();
 }
 
-}  // namespace gradwire::server
+}  // namespace gradwire::io

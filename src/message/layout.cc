@@ -14,6 +14,8 @@
 
 namespace gradwire {
 
+static_assert(kTileElements == kTile);
+
 uint64_t hash_name(std::string_view name) { return XXH64(name.data(), name.size(), 0); }
 
 std::string shape_problem(std::span<const uint64_t> shape, uint64_t count) {
@@ -49,8 +51,8 @@ Layout make_layout(std::vector<TensorSpec> tensors) {
     if (t.count > kMaxElements - layout.elements)  // the bound keeps every sum below from overflowing
       throw Error(ErrorKind::usage, fmt::format("tensor '{}' brings the message beyond 2^40 elements", t.name),
                   "count");
-    if (t.first % kPieceGrain != 0)
-      throw Error(ErrorKind::usage, fmt::format("first is {}; allowed are multiples of {}", t.first, kPieceGrain),
+    if (t.first % kTileElements != 0)
+      throw Error(ErrorKind::usage, fmt::format("first is {}; allowed are multiples of {}", t.first, kTileElements),
                   "first");
     if (t.first > kMaxElements)
       throw Error(ErrorKind::usage, fmt::format("first is {}; allowed is at most 2^40", t.first), "first");

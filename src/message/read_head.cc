@@ -141,9 +141,9 @@ class HeadReader {
     if (t.count > max_elements_ - elements_)
       refuse_field(name_of(i, "count"),
                    fmt::format("is {}; the limit for all tensors together is {}", t.count, max_elements_));
-    if (t.first % kPieceGrain || t.first > kMaxElements)
+    if (t.first % kTileElements || t.first > kMaxElements)
       refuse_field(name_of(i, "first"),
-                   fmt::format("is {}; expected a multiple of {} up to 2^40", t.first, kPieceGrain));
+                   fmt::format("is {}; expected a multiple of {} up to 2^40", t.first, kTileElements));
     if (spec >= specs_.size())
       refuse_field(name_of(i, "spec"), fmt::format("is {} but there are {} specs", spec, specs_.size()));
     // Specs stand in the order of first use, so that one list of tensors has one encoding.

@@ -53,7 +53,7 @@ class CpuRunner final : public Runner {
     const FloatMode mode;
     sample_.resize(picks.size() * kBlock);
     for (size_t i = 0; i < picks.size(); ++i) {
-      Span s = span({Task::Kind::blocks, picks[i].tensor, picks[i].block, picks[i].block + 1, 0}, nullptr);
+      Span s = span({CpuTask::Kind::blocks, picks[i].tensor, picks[i].block, picks[i].block + 1, 0}, nullptr);
       s.in = tensors[picks[i].tensor];
       set_feedback(s, residuals, picks[i].tensor);
       float* to = sample_.data() + i * kBlock;
@@ -69,7 +69,7 @@ class CpuRunner final : public Runner {
     for (uint32_t tensor : which) {
       const Scheme& scheme = layout_.regions[tensor].scheme;
       const uint64_t count = layout_.tensors[tensor].count,
-                     at = layout_.regions[tensor].begin + side_offset(scheme, count);
+                     at = layout_.regions[tensor].begin + scales_offset(scheme, count);
       if (scheme.scale_words)
         for (uint64_t unit = 0; unit < unit_count(scheme, count); ++unit)
           scales_.push_back(body[at + unit * scheme.scale_words]);
@@ -89,7 +89,7 @@ class CpuRunner final : public Runner {
     zero_gaps(body);
     for (LaneSums& sums : sums_) sums = {};
 
-    const auto span_of = [&](const Task& task) {
+    const auto span_of = [&](const CpuTask& task) {
       const TensorSpec& t = layout_.tensors[task.tensor];
       const Region& region = layout_.regions[task.tensor];
       Span s = span(task, body);
@@ -100,13 +100,13 @@ class CpuRunner final : public Runner {
       return s;
     };
     gather_whole_units(body, span_of);
-    run([&](const Task& task, size_t, Scratch& scratch, LaneSums& check) {
+    run([&](const CpuTask& task, size_t, Scratch& scratch, LaneSums& check) {
       const Span s = span_of(task);
-      if (task.kind == Task::Kind::blocks)
+      if (task.kind == CpuTask::Kind::blocks)
         kernels_.encode(s, nullptr, scratch, check);
-      else if (task.kind == Task::Kind::whole)
+      else if (task.kind == CpuTask::Kind::whole)
         kernels_.encode(s, &whole_params_[task.tensor], scratch, check);
-      else if (task.kind == Task::Kind::unit)
+      else if (task.kind == CpuTask::Kind::unit)
         encode_unit(s, scratch, check);
       else
         unit_ops(task)->encode(kernels_, s, task.unit, scratch, check);
@@ -126,7 +126,7 @@ class CpuRunner final : public Runner {
     uint32_t* body = const_cast<uint32_t*>(reinterpret_cast<const uint32_t*>(message.data() + head_.size()));
     verify(body, head_body_check(message));
 
-    const auto span_of = [&](const Task& task) {
+    const auto span_of = [&](const CpuTask& task) {
       Span s = span(task, body);
       s.out = tensors[task.tensor];
       s.add = write == Write::add;
@@ -134,16 +134,16 @@ class CpuRunner final : public Runner {
       return s;
     };
     std::atomic<uint32_t> malformed{0xffffffffu};  // a tensor with a code that is none
-    run([&](const Task& task, size_t, Scratch& scratch, LaneSums&) {
+    run([&](const CpuTask& task, size_t, Scratch& scratch, LaneSums&) {
       const Span s = span_of(task);
       bool bad = false;
-      if (task.kind == Task::Kind::blocks) {
+      if (task.kind == CpuTask::Kind::blocks) {
         bad = kernels_.decode(s, nullptr, scratch);
-      } else if (task.kind == Task::Kind::own) {
+      } else if (task.kind == CpuTask::Kind::own) {
         unit_ops(task)->decode(kernels_, s, task.unit, scratch);
       } else {
         const UnitParams params = scale_ops(*s.scheme).make_params(
-            *s.scheme, s.region + side_offset(*s.scheme, s.count) + task.unit * s.scheme->scale_words);
+            *s.scheme, s.region + scales_offset(*s.scheme, s.count) + task.unit * s.scheme->scale_words);
         bad = kernels_.decode(s, &params, scratch);
       }
       if (bad) malformed = task.tensor;
@@ -152,27 +152,27 @@ class CpuRunner final : public Runner {
   }
 
  private:
-  struct Task {
+  struct CpuTask {
     // own: a task of a codec with units of its own
     enum class Kind { blocks, unit, whole, own } kind;
     uint32_t tensor;
     uint64_t begin, end;  // blocks
     uint64_t unit;        // the number of the unit, or of the codec's task; else 0
   };
-  const UnitOps* unit_ops(const Task& task) const { return layout_.regions[task.tensor].unit; }
+  const UnitOps* unit_ops(const CpuTask& task) const { return layout_.regions[task.tensor].unit; }
 
   void cut(uint32_t tensor) {
     const Scheme& scheme = layout_.regions[tensor].scheme;
     const uint64_t count = layout_.tensors[tensor].count, blocks = div_up(count, kBlock);
     if (const UnitOps* ops = layout_.regions[tensor].unit) {
       const uint64_t own = count ? ops->tasks(scheme, count) : 0;
-      for (uint64_t task = 0; task < own; ++task) tasks_.push_back({Task::Kind::own, tensor, 0, 0, task});
+      for (uint64_t task = 0; task < own; ++task) tasks_.push_back({CpuTask::Kind::own, tensor, 0, 0, task});
     } else if (scheme.unit > kBlock) {
       const uint64_t step = scheme.unit / kBlock;
       for (uint64_t unit = 0; unit * step < blocks; ++unit)
-        tasks_.push_back({Task::Kind::unit, tensor, unit * step, min_u64(blocks, (unit + 1) * step), unit});
+        tasks_.push_back({CpuTask::Kind::unit, tensor, unit * step, min_u64(blocks, (unit + 1) * step), unit});
     } else {
-      const auto kind = scheme.unit == 0 ? Task::Kind::whole : Task::Kind::blocks;
+      const auto kind = scheme.unit == 0 ? CpuTask::Kind::whole : CpuTask::Kind::blocks;
       for (uint64_t begin = 0; begin < blocks; begin += kTaskBlocks)
         tasks_.push_back({kind, tensor, begin, min_u64(blocks, begin + kTaskBlocks), 0});
     }
@@ -186,7 +186,7 @@ class CpuRunner final : public Runner {
     });
   }
 
-  Span span(const Task& task, uint32_t* body) const {
+  Span span(const CpuTask& task, uint32_t* body) const {
     const TensorSpec& t = layout_.tensors[task.tensor];
     const Region& region = layout_.regions[task.tensor];
     Span s;
@@ -215,7 +215,7 @@ class CpuRunner final : public Runner {
     Sums sums;
     if (s.scheme->sums != SumKind::none) kernels_.sums(s, top, scratch, sums);
     const uint64_t n = min_u64(s.count, s.end * kBlock) - s.begin * kBlock;
-    const uint64_t at = side_offset(*s.scheme, s.count) + s.begin * kBlock / s.scheme->unit * s.scheme->scale_words;
+    const uint64_t at = scales_offset(*s.scheme, s.count) + s.begin * kBlock / s.scheme->unit * s.scheme->scale_words;
     const UnitParams params = write_scales(s, at, top, sums, n, check.loose);
     kernels_.encode(s, &params, scratch, check);
   }
@@ -235,27 +235,27 @@ class CpuRunner final : public Runner {
   void gather_whole_units(uint32_t* body, const SpanOf& span_of) {
     whole_scales_ = 0;
     bool any = false, any_sums = false;
-    for (const Task& task : tasks_)
-      if (task.kind == Task::Kind::whole) {
+    for (const CpuTask& task : tasks_)
+      if (task.kind == CpuTask::Kind::whole) {
         any = true;
         any_sums |= layout_.regions[task.tensor].scheme.sums != SumKind::none;
       }
     if (!any) return;
     std::vector<uint32_t>& top = whole_tops_;
     top.assign(layout_.regions.size(), 0);
-    run([&](const Task& task, size_t i, Scratch& scratch, LaneSums&) {
-      if (task.kind == Task::Kind::whole) tops_[i] = kernels_.absmax(span_of(task), scratch);
+    run([&](const CpuTask& task, size_t i, Scratch& scratch, LaneSums&) {
+      if (task.kind == CpuTask::Kind::whole) tops_[i] = kernels_.absmax(span_of(task), scratch);
     });
     for (size_t i = 0; i < tasks_.size(); ++i)
-      if (tasks_[i].kind == Task::Kind::whole) top[tasks_[i].tensor] = std::max(top[tasks_[i].tensor], tops_[i]);
+      if (tasks_[i].kind == CpuTask::Kind::whole) top[tasks_[i].tensor] = std::max(top[tasks_[i].tensor], tops_[i]);
     if (any_sums)
-      run([&](const Task& task, size_t i, Scratch& scratch, LaneSums&) {
+      run([&](const CpuTask& task, size_t i, Scratch& scratch, LaneSums&) {
         parts_[i] = {};
-        if (task.kind == Task::Kind::whole) kernels_.sums(span_of(task), top[task.tensor], scratch, parts_[i]);
+        if (task.kind == CpuTask::Kind::whole) kernels_.sums(span_of(task), top[task.tensor], scratch, parts_[i]);
       });
     for (size_t i = 0; i < tasks_.size();) {
-      const Task& task = tasks_[i];
-      if (task.kind != Task::Kind::whole) {
+      const CpuTask& task = tasks_[i];
+      if (task.kind != CpuTask::Kind::whole) {
         ++i;
         continue;
       }
@@ -268,7 +268,7 @@ class CpuRunner final : public Runner {
       }
       const Span s = span(task, body);
       whole_params_[task.tensor] =
-          write_scales(s, side_offset(*s.scheme, s.count), top[task.tensor], sums, s.count, whole_scales_);
+          write_scales(s, scales_offset(*s.scheme, s.count), top[task.tensor], sums, s.count, whole_scales_);
       i = next;
     }
   }
@@ -307,7 +307,7 @@ class CpuRunner final : public Runner {
         if (body[end] != 0) refuse(i, "padding", "is not zero");
       end = region.begin + region.words;
       const uint64_t count = layout_.tensors[i].count;
-      const uint32_t* scales = body + region.begin + side_offset(region.scheme, count);
+      const uint32_t* scales = body + region.begin + scales_offset(region.scheme, count);
       const uint64_t used = count % kBlock * region.scheme.bits % 32;  // bits of the partial block's last word
       if (in_blocks(region.unit) && used && scales[-1] >> used) refuse(i, "padding", "is not zero");
       if (region.scheme.scale_words) {
@@ -317,8 +317,8 @@ class CpuRunner final : public Runner {
           refuse(i, "scales", fmt::format("of unit {} are neither finite and of their sign nor the marker", invalid));
       }
     }
-    for (const Task& task : tasks_) {
-      if (task.kind != Task::Kind::own) continue;
+    for (const CpuTask& task : tasks_) {
+      if (task.kind != CpuTask::Kind::own) continue;
       const UnitProblem problem = unit_ops(task)->check(span(task, body), task.unit);
       if (problem.field)
         refuse(task.tensor, problem.field, fmt::format("of unit {} cannot come from an encoder", problem.unit));
@@ -331,7 +331,7 @@ class CpuRunner final : public Runner {
   Pool pool_;
   std::vector<std::byte> head_;
   std::vector<LaneSums> sums_;
-  std::vector<Task> tasks_;
+  std::vector<CpuTask> tasks_;
   std::vector<uint32_t> tops_;  // of each task
   std::vector<Sums> parts_;
   std::vector<uint32_t> whole_tops_;  // of each tensor

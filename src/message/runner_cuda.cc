@@ -190,7 +190,7 @@ class CudaRunner final : public Runner {
       const uint64_t count = layout_.tensors[tensor].count, here = scheme.scale_words ? unit_count(scheme, count) : 0;
       if (here == 0) continue;
       const std::byte* from =
-          message.data() + layout_.head_bytes + (layout_.regions[tensor].begin + side_offset(scheme, count)) * 4;
+          message.data() + layout_.head_bytes + (layout_.regions[tensor].begin + scales_offset(scheme, count)) * 4;
       if (scheme.scale_words == 1)
         cuda_throw(cudaMemcpyAsync(out + at, from, here * 4, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
       else

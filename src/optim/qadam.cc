@@ -22,8 +22,8 @@ void check(const char* field, bool fine, double value, const char* allowed) {
 }  // namespace
 
 // One block of memory, an array a parameter, each on a cache line of its own.
-struct QAdam::Arrays {
-  Arrays(std::shared_ptr<Memory> m, std::span<const uint64_t> counts) : memory(std::move(m)) {
+struct QAdam::ParameterArrays {
+  ParameterArrays(std::shared_ptr<Memory> m, std::span<const uint64_t> counts) : memory(std::move(m)) {
     for (const uint64_t count : counts) {
       offsets.push_back(floats);
       floats += (count + 15) / 16 * 16;
@@ -31,7 +31,7 @@ struct QAdam::Arrays {
     data = static_cast<float*>(memory->allocate(std::max<uint64_t>(1, floats) * sizeof(float)));
     memory->zero(data, floats * sizeof(float));
   }
-  ~Arrays() { memory->release(data); }
+  ~ParameterArrays() { memory->release(data); }
   float* at(size_t parameter) const { return data + offsets[parameter]; }
 
   std::shared_ptr<Memory> memory;
@@ -48,9 +48,9 @@ QAdam::QAdam(std::vector<uint64_t> counts, const QAdamOptions& options, const De
   check("epsilon", options.epsilon > 0 && options.epsilon <= 1, options.epsilon, "above 0, to 1");
   check("share_every", options.share_every > 0, static_cast<double>(options.share_every), "at least 1");
   if (options_.theory) options_.correction = false;
-  first_ = std::make_unique<Arrays>(memory_, counts_);
-  second_ = std::make_unique<Arrays>(memory_, counts_);
-  if (options_.shared) shared_ = std::make_unique<Arrays>(memory_, counts_);
+  first_ = std::make_unique<ParameterArrays>(memory_, counts_);
+  second_ = std::make_unique<ParameterArrays>(memory_, counts_);
+  if (options_.shared) shared_ = std::make_unique<ParameterArrays>(memory_, counts_);
   if (!options_.correction) {
     const auto most = counts_.empty() ? 0 : *std::max_element(counts_.begin(), counts_.end());
     const std::vector<float> start(most, static_cast<float>(options_.epsilon));
@@ -141,7 +141,7 @@ std::vector<QAdam::Moment> QAdam::moments() const {
   return all;
 }
 
-QAdam::Arrays& QAdam::arrays(Moment moment) const {
+QAdam::ParameterArrays& QAdam::arrays(Moment moment) const {
   return moment == Moment::first ? *first_ : moment == Moment::second ? *second_ : *shared_;
 }
 

@@ -99,17 +99,17 @@ class QAdam {
   uint64_t bytes() const;  // that the moments take
 
  private:
-  struct Arrays;
+  struct ParameterArrays;
   QAdamNumbers numbers(double rate, bool moves) const;
   double correction() const;  // what young second moments are to be divided by
   void run(const QAdamNumbers& numbers, std::span<const float* const> gradients, std::span<float* const> updates);
-  Arrays& arrays(Moment moment) const;
+  ParameterArrays& arrays(Moment moment) const;
 
   std::vector<uint64_t> counts_;
   QAdamOptions options_;
   Device device_;
   std::shared_ptr<Memory> memory_;
-  std::unique_ptr<Arrays> first_, second_, shared_;
+  std::unique_ptr<ParameterArrays> first_, second_, shared_;
   Elementwise elementwise_;
 };
 

@@ -23,6 +23,8 @@
 
 namespace gradwire::server {
 
+using namespace io;  // a checkpoint is a safetensors file
+
 inline constexpr uint64_t kMaxStateBytes = 100'000'000;  // of the JSON text
 
 struct WorkerRow {

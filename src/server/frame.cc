@@ -109,7 +109,7 @@ Frame read_frame_head(std::span<const std::byte> bytes, size_t payload_bytes) {
 nlohmann::json read_text(std::span<const std::byte> payload) {
   if (payload.size() > kMaxText) refuse("text", fmt::format("has {} bytes; allowed are {}", payload.size(), kMaxText));
   std::string error;
-  nlohmann::json text = parse_bounded({reinterpret_cast<const char*>(payload.data()), payload.size()}, error);
+  nlohmann::json text = io::parse_bounded({reinterpret_cast<const char*>(payload.data()), payload.size()}, error);
   if (!error.empty()) refuse("text", error);
   if (!text.is_object()) refuse("text", "is not a JSON object");
   return text;

@@ -215,7 +215,7 @@ std::vector<ShardLayout> shard_layouts(const Signature& signature, uint64_t shar
       continue;
     }
     // The units of codecs must not straddle shards: ranges begin at multiples that every codec can live with.
-    const uint64_t step = std::max(shard_elements / kPieceGrain, uint64_t{1}) * kPieceGrain;
+    const uint64_t step = std::max(shard_elements / kTileElements, uint64_t{1}) * kTileElements;
     for (uint64_t first = 0; first < count; first += step) {
       add({i, first, std::min(step, count - first)});
       if (first + step < count) close();

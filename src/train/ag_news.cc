@@ -28,7 +28,7 @@ struct Row {
 // Splits a file into rows of fields, and remembers on which line a row began.
 class Csv {
  public:
-  Csv(const Place& place, const std::string& path)
+  Csv(const DataPlace& place, const std::string& path)
       : place_(place), path_(path), bytes_(read_file(place, path, kMostBytes)) {}
 
   uint64_t line() const { return first_line_; }
@@ -83,14 +83,14 @@ class Csv {
     return text;
   }
 
-  const Place& place_;
+  const DataPlace& place_;
   std::string path_;
   std::vector<uint8_t> bytes_;
   size_t at_ = 0;
   uint64_t line_ = 1, first_line_ = 1;
 };
 
-std::vector<Row> read_rows(const Place& place, const std::string& name) {
+std::vector<Row> read_rows(const DataPlace& place, const std::string& name) {
   const std::string path = find_file(place, {name});
   Csv csv(place, path);
   std::vector<Row> rows;
@@ -157,7 +157,7 @@ Samples number(const std::vector<Row>& rows, const Vocabulary& vocabulary, int64
 
 }  // namespace
 
-Task load_ag_news(const Place& place, int64_t length, int64_t vocabulary) {
+Task load_ag_news(const DataPlace& place, int64_t length, int64_t vocabulary) {
   std::vector<Row> train = read_rows(place, "train.csv"), test = read_rows(place, "test.csv");
   lower(train);
   lower(test);

@@ -26,9 +26,9 @@ namespace fs = std::filesystem;
 
 [[noreturn]] void fail(const std::string& path, const char* what) { throw_errno(path, what, "checkpoint"); }
 
-struct File {
-  explicit File(int d) : descriptor(d) {}
-  ~File() {
+struct CheckpointFile {
+  explicit CheckpointFile(int d) : descriptor(d) {}
+  ~CheckpointFile() {
     if (descriptor >= 0) ::close(descriptor);
   }
   int descriptor;
@@ -36,7 +36,7 @@ struct File {
 
 // A new file, on disk when this returns. The folder that it is in gets its name only when all of them are there.
 void write(const std::string& path, std::string_view bytes) {
-  const File file(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+  const CheckpointFile file(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
   if (file.descriptor < 0) fail(path, "create it");
   while (!bytes.empty()) {
     const ssize_t written = ::write(file.descriptor, bytes.data(), bytes.size());

@@ -16,7 +16,7 @@ struct Format {
   int classes;
 };
 
-void append(const Place& place, const std::string& name, const Format& format, Samples& samples) {
+void append(const DataPlace& place, const std::string& name, const Format& format, Samples& samples) {
   const std::string path = find_file(place, {name});
   const std::vector<uint8_t> bytes = read_file(place, path, kMostBytes);
   const uint64_t record = format.label_bytes + kPixels;
@@ -38,7 +38,7 @@ void append(const Place& place, const std::string& name, const Format& format, S
 
 }  // namespace
 
-Task load_cifar(const std::string& name, const Place& place) {
+Task load_cifar(const std::string& name, const DataPlace& place) {
   const bool ten = name == "cifar10";
   const Format format = ten ? Format{1, 10} : Format{2, 100};
   Task task;

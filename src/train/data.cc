@@ -15,7 +15,7 @@
 namespace gradwire::train {
 namespace {
 
-struct Entry {
+struct TaskEntry {
   std::string name;
   std::string directory;  // where it is unless the user says
   std::vector<std::string> folders;
@@ -23,8 +23,8 @@ struct Entry {
   int64_t length, vocabulary;  // defaults of text; 0: has none
 };
 
-const std::vector<Entry>& entries() {
-  static const std::vector<Entry> all = {
+const std::vector<TaskEntry>& entries() {
+  static const std::vector<TaskEntry> all = {
       {"fashion-mnist",
        "/usr/share/datasets/fashion-mnist",
        {"FashionMNIST/raw"},
@@ -93,14 +93,15 @@ void limit(Samples& samples, uint64_t most) {
 const std::vector<std::string>& task_names() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> all;
-    for (const Entry& entry : entries()) all.push_back(entry.name);
+    for (const TaskEntry& entry : entries()) all.push_back(entry.name);
     return all;
   }();
   return names;
 }
 
 Task load_task(const std::string& name, const TaskOptions& options) {
-  const auto entry = std::find_if(entries().begin(), entries().end(), [&](const Entry& e) { return e.name == name; });
+  const auto entry =
+      std::find_if(entries().begin(), entries().end(), [&](const TaskEntry& e) { return e.name == name; });
   if (entry == entries().end())
     throw Error(ErrorKind::usage, fmt::format("task is '{}'; known are {}", name, fmt::join(task_names(), ", ")),
                 "task");
@@ -114,7 +115,8 @@ Task load_task(const std::string& name, const TaskOptions& options) {
              text ? "characters have a vocabulary of their own, it is for words"
                   : fmt::format("{} has images, not text", name));
 
-  const Place place{options.directory.empty() ? entry->directory : options.directory, entry->folders, entry->advice};
+  const DataPlace place{options.directory.empty() ? entry->directory : options.directory, entry->folders,
+                        entry->advice};
   if (place.directory.empty())
     throw Error(ErrorKind::usage, fmt::format("data is not given; {} needs it: {}", name, entry->advice), "data");
   Task task = text                        ? load_text(place, length, vocabulary, options.words)

@@ -64,7 +64,7 @@ class Descent {
   virtual void restore(const DescentState& state) = 0;
   virtual std::vector<ErrorFeedback*> residuals() = 0;
 
-  virtual Membership membership() const { return {}; }
+  virtual WorkerPlace membership() const { return {}; }
   virtual nlohmann::json end() { return nullptr; }  // as in Updates
 };
 

@@ -23,7 +23,7 @@ constexpr uint64_t kExpansion = 1032;
 constexpr size_t kChunk = size_t{4} << 20;
 
 // Opening a pipe or a terminal would wait for ever, so only regular files are read.
-uint64_t regular_size(const Place& place, const std::string& path) {
+uint64_t regular_size(const DataPlace& place, const std::string& path) {
   std::error_code error;
   const auto status = std::filesystem::status(path, error);
   if (!std::filesystem::exists(status)) missing(place, path, "a file");
@@ -35,21 +35,21 @@ uint64_t regular_size(const Place& place, const std::string& path) {
 
 }  // namespace
 
-void missing(const Place& place, const std::string& path, const std::string& expected) {
+void missing(const DataPlace& place, const std::string& path, const std::string& expected) {
   throw Error(ErrorKind::io, fmt::format("{}: not there; expected {}; {}", path, expected, place.advice), "data");
 }
 
-void unreadable(const Place& place, const std::string& path, const std::string& reason) {
+void unreadable(const DataPlace& place, const std::string& path, const std::string& reason) {
   throw Error(ErrorKind::io, fmt::format("{}: cannot be read: {}; {}", path, reason, place.advice), "data");
 }
 
-void damaged(const Place& place, const std::string& path, const std::string& field, const std::string& found,
+void damaged(const DataPlace& place, const std::string& path, const std::string& field, const std::string& found,
              const std::string& expected) {
   throw Error(ErrorKind::frame,
               fmt::format("{}: {} is {}; expected {}; {}", path, field, found, expected, place.advice), field);
 }
 
-std::string find_file(const Place& place, const std::vector<std::string>& names) {
+std::string find_file(const DataPlace& place, const std::vector<std::string>& names) {
   std::error_code error;
   const std::filesystem::path root(place.directory);
   if (!std::filesystem::is_directory(root, error))
@@ -63,7 +63,7 @@ std::string find_file(const Place& place, const std::vector<std::string>& names)
           names.size() > 1 ? fmt::format("one of {}", fmt::join(names, ", ")) : "a file");
 }
 
-std::vector<uint8_t> read_file(const Place& place, const std::string& path, uint64_t most) {
+std::vector<uint8_t> read_file(const DataPlace& place, const std::string& path, uint64_t most) {
   const uint64_t size = regular_size(place, path);
   if (size > most) damaged(place, path, "size", fmt::format("{} bytes", size), fmt::format("at most {}", most));
   std::ifstream file(path, std::ios::binary);
@@ -75,7 +75,7 @@ std::vector<uint8_t> read_file(const Place& place, const std::string& path, uint
   return bytes;
 }
 
-ByteStream::ByteStream(const Place& place, const std::string& path) : place_(place), path_(path) {
+ByteStream::ByteStream(const DataPlace& place, const std::string& path) : place_(place), path_(path) {
   most_ = regular_size(place, path);
   gzFile file = ::gzopen(path.c_str(), "rb");
   if (!file) unreadable(place, path, std::strerror(errno));

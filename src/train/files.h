@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the loaders find and read files that they do not trust. A Place is where a task's files should be and the
+// How the loaders find and read files that they do not trust. A DataPlace is where a task's files should be and the
 // sentence that tells a user how to get them; that sentence ends every message. What a file claims about itself is
 // compared with the bytes that it has before memory is taken for it.
 #pragma once
@@ -12,28 +12,28 @@
 
 namespace gradwire::train {
 
-struct Place {
+struct DataPlace {
   std::string directory;
   std::vector<std::string> folders;  // the usual names of a folder inside it that holds the files
   std::string advice;                // how to get the data
 };
 
-[[noreturn]] void missing(const Place& place, const std::string& path, const std::string& expected);   // Error{io}
-[[noreturn]] void unreadable(const Place& place, const std::string& path, const std::string& reason);  // Error{io}
+[[noreturn]] void missing(const DataPlace& place, const std::string& path, const std::string& expected);   // Error{io}
+[[noreturn]] void unreadable(const DataPlace& place, const std::string& path, const std::string& reason);  // Error{io}
 // Error{frame}: "path: field is found; expected ...; advice".
-[[noreturn]] void damaged(const Place& place, const std::string& path, const std::string& field,
+[[noreturn]] void damaged(const DataPlace& place, const std::string& path, const std::string& field,
                           const std::string& found, const std::string& expected);
 
 // The first of `names` that is a file in the directory, or in one of its folders.
-std::string find_file(const Place& place, const std::vector<std::string>& names);
+std::string find_file(const DataPlace& place, const std::vector<std::string>& names);
 
 // A whole file of at most `most` bytes.
-std::vector<uint8_t> read_file(const Place& place, const std::string& path, uint64_t most);
+std::vector<uint8_t> read_file(const DataPlace& place, const std::string& path, uint64_t most);
 
 // The bytes of a file that is plain or gzip, from front to back.
 class ByteStream {
  public:
-  ByteStream(const Place& place, const std::string& path);
+  ByteStream(const DataPlace& place, const std::string& path);
   ~ByteStream();
   ByteStream(const ByteStream&) = delete;
   ByteStream& operator=(const ByteStream&) = delete;
@@ -46,7 +46,7 @@ class ByteStream {
  private:
   size_t fill(std::span<uint8_t> out);  // fewer at the end
 
-  const Place& place_;
+  const DataPlace& place_;
   std::string path_;
   void* file_ = nullptr;  // gzFile
   uint64_t most_ = 0, done_ = 0;

@@ -21,14 +21,14 @@ std::vector<std::string> names(const std::string& part, const std::string& kind)
   return all;
 }
 
-void expect_magic(const Place& place, const std::string& path, ByteStream& stream, uint32_t expected,
+void expect_magic(const DataPlace& place, const std::string& path, ByteStream& stream, uint32_t expected,
                   const char* what) {
   const uint32_t magic = stream.read_big_endian();
   if (magic != expected)
     damaged(place, path, "magic", fmt::format("{:#010x}", magic), fmt::format("{:#010x} ({})", expected, what));
 }
 
-Samples read_part(const Place& place, const std::string& part) {
+Samples read_part(const DataPlace& place, const std::string& part) {
   const std::string image_path = find_file(place, names(part + "-images", "idx3-ubyte"));
   const std::string label_path = find_file(place, names(part + "-labels", "idx1-ubyte"));
   ByteStream images(place, image_path), labels(place, label_path);
@@ -67,7 +67,7 @@ Samples read_part(const Place& place, const std::string& part) {
 
 }  // namespace
 
-Task load_idx(const std::string& name, const Place& place) {
+Task load_idx(const std::string& name, const DataPlace& place) {
   Task task;
   task.name = name;
   task.train = read_part(place, "train");

@@ -13,10 +13,10 @@
 
 namespace gradwire::train {
 
-Task load_idx(const std::string& name, const Place& place);
-Task load_cifar(const std::string& name, const Place& place);
-Task load_ag_news(const Place& place, int64_t length, int64_t vocabulary);
-Task load_text(const Place& place, int64_t length, int64_t vocabulary, bool words);
+Task load_idx(const std::string& name, const DataPlace& place);
+Task load_cifar(const std::string& name, const DataPlace& place);
+Task load_ag_news(const DataPlace& place, int64_t length, int64_t vocabulary);
+Task load_text(const DataPlace& place, int64_t length, int64_t vocabulary, bool words);
 
 // Words by number. The first numbers are reserved (one of them means "unknown"); then come the words that were counted,
 // the frequent first, ties in the order of their bytes, until the vocabulary is full.

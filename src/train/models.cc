@@ -23,7 +23,7 @@ namespace {
 
 enum class Fits { images, sentences, language };  // sentences have one label, a language's tokens one each
 
-struct Entry {
+struct ModelEntry {
   std::string name, summary;
   Fits fits;
   bool dropout;  // has a place for it
@@ -35,8 +35,8 @@ Parameter integer(const char* name, int fallback, int low, int high, const char*
   return {name, Parameter::Type::integer, std::to_string(fallback), double(low), double(high), {}, meaning};
 }
 
-const std::vector<Entry>& entries() {
-  static const std::vector<Entry> all = {
+const std::vector<ModelEntry>& entries() {
+  static const std::vector<ModelEntry> all = {
       {"mlp",
        "hidden layers of equal width, each with ReLU",
        Fits::images,
@@ -92,11 +92,11 @@ const std::vector<Entry>& entries() {
 
 std::string names() {
   std::vector<std::string> all;
-  for (const Entry& entry : entries()) all.push_back(entry.name);
+  for (const ModelEntry& entry : entries()) all.push_back(entry.name);
   return fmt::format("{}", fmt::join(all, ", "));
 }
 
-void expect_fit(const Entry& entry, const Task& task) {
+void expect_fit(const ModelEntry& entry, const Task& task) {
   const Samples& samples = task.train;
   const Fits found = task.vocabulary == 0 ? Fits::images
                      : task.classes == task.vocabulary && samples.shape.size() == 1 &&
@@ -168,7 +168,7 @@ torch::Tensor Noise::dropout(const torch::Tensor& x, double probability, bool tr
 const std::vector<ModelInfo>& models() {
   static const std::vector<ModelInfo> list = [] {
     std::vector<ModelInfo> all;
-    for (const Entry& entry : entries()) {
+    for (const ModelEntry& entry : entries()) {
       std::vector<std::string> parameters;
       for (const Parameter& p : entry.parameters)
         parameters.push_back(fmt::format("{}={} ({}): {}", p.name, p.fallback, p.allowed(), p.meaning));
@@ -182,7 +182,8 @@ const std::vector<ModelInfo>& models() {
 std::shared_ptr<Model> make_model(const ModelOptions& options, const Task& task, std::shared_ptr<Noise> noise,
                                   torch::Device device) {
   const std::string name(name_of_spec(options.spec));
-  const auto entry = std::find_if(entries().begin(), entries().end(), [&](const Entry& e) { return e.name == name; });
+  const auto entry =
+      std::find_if(entries().begin(), entries().end(), [&](const ModelEntry& e) { return e.name == name; });
   if (entry == entries().end())
     throw Error(ErrorKind::usage, fmt::format("model is '{}'; known are {}", shown(name), names()), "model");
   const Values values{parse_spec("model", options.spec, entry->parameters)};

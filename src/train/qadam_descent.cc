@@ -116,7 +116,7 @@ class QAdamDescent final : public Descent {
     return own ? std::vector<ErrorFeedback*>{own} : std::vector<ErrorFeedback*>{};
   }
 
-  Membership membership() const override { return updates_->membership(); }
+  WorkerPlace membership() const override { return updates_->membership(); }
   nlohmann::json end() override {
     if (updates_->membership().leads) send_buffers();
     return updates_->end();

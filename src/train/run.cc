@@ -37,7 +37,7 @@ void check_timeout(double seconds) {
 }
 
 // Workers that send updates of their own have no mean gradient to compare with.
-void check_meter(const Job& job) {
+void check_meter(const TrainingJob& job) {
   if (job.settings.optimizer == "qadam" && job.places.meter_every > 0)
     throw Error(ErrorKind::usage, "meter-every is given; allowed is any optimizer but qadam, which sends no gradients",
                 "meter-every");
@@ -71,7 +71,7 @@ std::string machine() {
 
 }  // namespace
 
-nlohmann::json run(const Job& job, Engine* engine) {
+nlohmann::json run(const TrainingJob& job, Engine* engine) {
   const Settings& settings = job.settings;
   settings.check();
   check_timeout(job.places.timeout);

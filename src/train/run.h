@@ -17,16 +17,16 @@ namespace gradwire::train {
 // {"event": "start" | "step" | "layers" | "epoch" | "saved" | "end", ...}.
 using Listener = std::function<void(const nlohmann::json& event)>;
 
-struct Job {
+struct TrainingJob {
   const Task& task;
   const Settings& settings;
-  const Places& places;
+  const RunPlaces& places;
   Listener listener;              // may be empty
   const std::atomic<bool>& stop;  // set by Ctrl-C: the run saves and ends
 };
 
 // Throws before the training begins if the settings are refused, in general or on this machine. Returns the record of
 // the run (docs/training.md) on rank 0, and null on the other ranks. Without an engine the workers are threads.
-nlohmann::json run(const Job& job, Engine* engine = nullptr);
+nlohmann::json run(const TrainingJob& job, Engine* engine = nullptr);
 
 }  // namespace gradwire::train

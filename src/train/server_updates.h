@@ -23,7 +23,7 @@ class ServerUpdates final : public Updates {
                       const Report& report) override;
   void pool(uint64_t step, std::span<float* const> second) override;
   ExchangeStats stats() const override;
-  Membership membership() const override { return {.rank = client_.slot(), .leads = client_.owns_buffers()}; }
+  WorkerPlace membership() const override { return {.rank = client_.slot(), .leads = client_.owns_buffers()}; }
   void send_buffers(std::span<const float* const> buffers) override { client_.send_buffers(buffers); }
   bool take_buffers(std::span<float* const> buffers) override { return client_.take_buffers(buffers); }
   nlohmann::json end() override;

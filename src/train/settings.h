@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The options of a training run. Those that decide its weights (Settings) are kept in checkpoints and compared when a
-// run is resumed; paths and options of the output (Places) may differ.
+// run is resumed; paths and options of the output (RunPlaces) may differ.
 #pragma once
 
 #include <cstdint>
@@ -89,7 +89,7 @@ struct ServerPlace {
   uint64_t warm_steps = 0;  // during which this worker sends nothing at first
 };
 
-struct Places {
+struct RunPlaces {
   std::string data;                   // directory of the data set
   std::string checkpoint;             // directory; empty: nothing is saved
   bool resume = false;                // continue from the newest checkpoint there

@@ -28,7 +28,7 @@ std::string_view view(const std::vector<uint8_t>& bytes) {
 
 // The one file of a directory whose name has this part; empty without one. What is named for training is never a test
 // part ("latest-train.txt").
-std::string file_named(const Place& place, const std::string& part) {
+std::string file_named(const DataPlace& place, const std::string& part) {
   std::vector<std::string> found;
   std::error_code error;
   for (std::filesystem::directory_iterator entry(place.directory, error), end; !error && entry != end;
@@ -66,7 +66,7 @@ std::vector<std::string_view> split(std::string_view text) {
   return words;
 }
 
-Samples windows(const Place& place, const std::string& path, const std::vector<int32_t>& tokens, int64_t length) {
+Samples windows(const DataPlace& place, const std::string& path, const std::vector<int32_t>& tokens, int64_t length) {
   const auto each = static_cast<uint64_t>(length);
   if (tokens.size() <= each)
     damaged(place, path, "length", fmt::format("{} tokens", tokens.size()),
@@ -116,7 +116,7 @@ Numbered by_words(std::span<const std::string_view> train, std::span<const std::
 
 }  // namespace
 
-Task load_text(const Place& place, int64_t length, int64_t vocabulary, bool words) {
+Task load_text(const DataPlace& place, int64_t length, int64_t vocabulary, bool words) {
   std::error_code error;
   const bool one = !std::filesystem::is_directory(place.directory, error);
   std::string train_path = place.directory, test_path = place.directory;

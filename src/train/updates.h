@@ -51,7 +51,7 @@ struct ExchangeStats {
 };
 
 // The place of a worker among workers that come and go. The workers of an Engine have none and need only the defaults.
-struct Membership {
+struct WorkerPlace {
   std::optional<uint32_t> rank;  // given by the server; it decides which samples are this worker's
   bool leads = true;             // this worker evaluates the model and owns the buffers
 };
@@ -81,7 +81,7 @@ class Updates {
   // This worker's residuals and what its codecs have learned; null if they are no part of a checkpoint.
   virtual ErrorFeedback* residuals() { return nullptr; }
 
-  virtual Membership membership() const { return {}; }
+  virtual WorkerPlace membership() const { return {}; }
   virtual void send_buffers(std::span<const float* const>) {}           // of the worker that leads
   virtual bool take_buffers(std::span<float* const>) { return false; }  // those that were sent last, if there are any
   virtual nlohmann::json end() { return nullptr; }  // leaves, and returns a record of the connection

@@ -12,7 +12,7 @@
 
 namespace gradwire::train {
 
-void warm_up(const Job& job) {
+void warm_up(const TrainingJob& job) {
   at::set_num_threads(1);  // the threads inside one call would meet just as workers do
   torch::sqrt(torch::ones({64}));
   if (job.settings.device != "cpu") return;

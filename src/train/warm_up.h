@@ -14,6 +14,6 @@ namespace gradwire::train {
 
 // One small forward and backward pass of the job's model on the CPU, and one call of the vector mathematics, on the
 // calling thread. Nothing of it is kept. Throws as make_model() does.
-void warm_up(const Job& job);
+void warm_up(const TrainingJob& job);
 
 }  // namespace gradwire::train

@@ -58,7 +58,7 @@ void LossScale::overflowed() {
   good = 0;
 }
 
-Worker::Worker(Engine& engine, const Job& job)
+Worker::Worker(Engine& engine, const TrainingJob& job)
     : engine_(engine),
       job_(job),
       settings_(job.settings),
@@ -156,7 +156,7 @@ void Worker::step() {
     (score.loss * (scale_.value / settings_.accumulate)).backward();
   }
   const auto report = [&] {
-    Sums mine;
+    EpochSums mine;
     for (const Score& score : scores) add(mine, score);
     sums_ += mine;
     return Report{.loss = mine.mean_loss(), .samples = mine.labels, .rate = rate};
@@ -197,7 +197,7 @@ Worker::Score Worker::score_of(const Batch& batch) {
           .labels = static_cast<uint64_t>(batch.labels.numel())};
 }
 
-void Worker::add(Sums& sums, const Score& score) {
+void Worker::add(EpochSums& sums, const Score& score) {
   sums.loss += score.loss.item<double>() * static_cast<double>(score.labels);
   sums.labels += score.labels;
   sums.right += static_cast<uint64_t>(score.right.item<int64_t>());
@@ -234,20 +234,20 @@ std::pair<double, double> Worker::evaluate() {
     buffer.copy_(shared);
   }
   model_->eval();
-  Sums mine;
+  EpochSums mine;
   for (const auto& [first, count] : batches_.test_ranges()) add(mine, score_of(batches_.test(first, count)));
   model_->train();
   size_t k = 0;
   for (torch::Tensor& buffer : model_->buffers()) buffer.copy_(own[k++]);
-  Sums all;
-  for (const Sums& one : control_.gather(mine)) all += one;
+  EpochSums all;
+  for (const EpochSums& one : control_.gather(mine)) all += one;
   return {all.mean_loss(), all.accuracy()};
 }
 
 void Worker::end_epoch() {
   const auto [test_loss, test_accuracy] =
       descent_->membership().leads ? evaluate() : std::pair<double, double>(NAN, NAN);
-  Sums trained;
+  EpochSums trained;
   Seconds spent;
   double bytes = 0;
   const std::vector<StepStats> all = control_.gather(step_stats());

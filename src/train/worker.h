@@ -35,15 +35,15 @@ nlohmann::json number(double value);  // null if it is not finite
 
 class Worker {
  public:
-  Worker(Engine& engine, const Job& job);
+  Worker(Engine& engine, const TrainingJob& job);
   // Trains to the end, or until it is stopped. Returns the record of the run (docs/training.md), on every rank.
   nlohmann::json train();
 
  private:
-  struct Sums {  // of the epoch so far, this worker's own
+  struct EpochSums {  // of the epoch so far, this worker's own
     double loss = 0;
     uint64_t labels = 0, right = 0;
-    Sums& operator+=(const Sums& other);
+    EpochSums& operator+=(const EpochSums& other);
     double mean_loss() const;
     double accuracy() const;
   };
@@ -58,7 +58,7 @@ class Worker {
   };
   // What workers send to each other after each step.
   struct StepStats {
-    Sums sums;
+    EpochSums sums;
     Seconds seconds;
     uint64_t bytes_sent, weights;
     bool stop;
@@ -66,7 +66,7 @@ class Worker {
 
   void step();
   Score score_of(const Batch& batch);
-  static void add(Sums& sums, const Score& score);
+  static void add(EpochSums& sums, const Score& score);
   void measure_layers(const std::vector<torch::Tensor>& exact);
   std::pair<double, double> evaluate();  // loss, accuracy
   void end_epoch();
@@ -86,7 +86,7 @@ class Worker {
   void tell_step(const std::vector<StepStats>& all);
 
   Engine& engine_;
-  Job job_;
+  TrainingJob job_;
   const Settings& settings_;
   Control control_;
   torch::Device device_;
@@ -103,8 +103,8 @@ class Worker {
   uint64_t skipped_ = 0;
   std::optional<uint64_t> saved_;  // the step of the newest checkpoint
   LossScale scale_;
-  Sums sums_;
-  Sums told_;  // all workers', as of the last event of a step
+  EpochSums sums_;
+  EpochSums told_;  // all workers', as of the last event of a step
   Seconds seconds_;
   uint64_t sent_before_ = 0;  // bytes, before this process
   Seconds seconds_before_;

@@ -25,15 +25,15 @@ double number_of(const nlohmann::json& value) { return value.is_null() ? NAN : v
 // JSON has no NaN.
 nlohmann::json number(double value) { return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json(nullptr); }
 
-Worker::Sums& Worker::Sums::operator+=(const Sums& other) {
+Worker::EpochSums& Worker::EpochSums::operator+=(const EpochSums& other) {
   loss += other.loss;
   labels += other.labels;
   right += other.right;
   return *this;
 }
 
-double Worker::Sums::mean_loss() const { return loss / static_cast<double>(std::max<uint64_t>(1, labels)); }
-double Worker::Sums::accuracy() const {
+double Worker::EpochSums::mean_loss() const { return loss / static_cast<double>(std::max<uint64_t>(1, labels)); }
+double Worker::EpochSums::accuracy() const {
   return static_cast<double>(right) / static_cast<double>(std::max<uint64_t>(1, labels));
 }
 
@@ -234,7 +234,7 @@ void Worker::tell(nlohmann::json event) const {
 
 void Worker::tell_step(const std::vector<StepStats>& all) {
   if (control_.rank() != 0 || !job_.listener) return;
-  Sums sums;
+  EpochSums sums;
   double bytes = 0;
   for (const StepStats& one : all) {
     sums += one.sums;
@@ -254,7 +254,7 @@ void Worker::tell_step(const std::vector<StepStats>& all) {
         {"samples_per_second", samples / each},
         {"seconds_left", each * static_cast<double>(total_ - std::min(step_, total_))},
         {"skipped_steps", skipped_}});
-  told_ = step_ % batches_.steps_per_epoch() == 0 ? Sums{} : sums;
+  told_ = step_ % batches_.steps_per_epoch() == 0 ? EpochSums{} : sums;
 }
 
 }  // namespace gradwire::train

@@ -19,9 +19,9 @@ namespace gradwire {
 namespace {
 
 // A fast stream with Gaussians, so that 24 seeds of the full experiment stay within seconds.
-class Stream {
+class RandomStream {
  public:
-  explicit Stream(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15ull + 1) {}
+  explicit RandomStream(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15ull + 1) {}
   uint64_t word() {
     uint64_t z = state_ += 0x9e3779b97f4a7c15ull;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
@@ -43,7 +43,7 @@ class Stream {
   uint64_t state_;
 };
 
-struct Descent {
+struct SimulatedDescent {
   size_t dimension = 1024;
   double eta = .02;
   uint64_t steps = 600;
@@ -54,8 +54,8 @@ struct Descent {
 using Width = std::function<int(uint64_t step, double norm)>;
 
 // F(x_N) of one seed.
-double descend(const Descent& d, uint64_t seed, const Width& width) {
-  Stream random(seed), rounding(seed + 1000);
+double descend(const SimulatedDescent& d, uint64_t seed, const Width& width) {
+  RandomStream random(seed), rounding(seed + 1000);
   const double root = std::sqrt(static_cast<double>(d.dimension));
   std::vector<double> x(d.dimension), g(d.dimension);
   double length = 0;
@@ -86,7 +86,7 @@ double descend(const Descent& d, uint64_t seed, const Width& width) {
   return loss;
 }
 
-BitRule convex_budget(const Descent& d, double budget) {
+BitRule convex_budget(const SimulatedDescent& d, double budget) {
   BitRule rule;
   rule.convex = true;
   rule.budget = budget;
@@ -95,13 +95,13 @@ BitRule convex_budget(const Descent& d, double budget) {
   return rule;
 }
 
-double fixed_loss(const Descent& d, int bits, int seeds) {
+double fixed_loss(const SimulatedDescent& d, int bits, int seeds) {
   double sum = 0;
   for (int s = 0; s < seeds; ++s) sum += descend(d, s + 1, [&](uint64_t, double) { return bits; });
   return sum / seeds;
 }
 
-double controlled_loss(const Descent& d, double budget, int seeds) {
+double controlled_loss(const SimulatedDescent& d, double budget, int seeds) {
   double sum = 0;
   for (int s = 0; s < seeds; ++s) {
     BitController controller(convex_budget(d, budget));
@@ -117,7 +117,7 @@ double controlled_loss(const Descent& d, double budget, int seeds) {
 }
 
 TEST(Bits, ThreeMeanBitsBeatFiveFixedOnes) {
-  const Descent d;
+  const SimulatedDescent d;
   const double expected[] = {172.7, 46.9, 18.95, 8.87, 5.93, 5.20};
   double fixed[8] = {};
   for (int bits = 2; bits <= 7; ++bits) {
@@ -138,7 +138,7 @@ TEST(Bits, ThreeMeanBitsBeatFiveFixedOnes) {
 }
 
 TEST(Bits, TheQuickFormComesNearFullPrecision) {
-  Descent d;
+  SimulatedDescent d;
   d.dimension = 256, d.eta = .05, d.steps = 300;
   const double full = fixed_loss(d, 32, 12);
   const double wanted[] = {17.4, 4.49, 1.82, 1.21, 1.07};
@@ -149,7 +149,7 @@ TEST(Bits, TheQuickFormComesNearFullPrecision) {
 }
 
 TEST(Bits, WithoutNoiseFixedBitsAreTied) {
-  Descent d;
+  SimulatedDescent d;
   d.dimension = 256, d.noise = 0;
   for (const bool largest : {false, true}) {
     d.largest = largest;
@@ -172,7 +172,7 @@ double variance(const std::vector<double>& x, int bits) {
 
 // Total squared error of fixed bits over that of the controller; norms fall geometrically by `fall` in all.
 double non_convex_gain(int bits, double fall, double scatter, double* mean = nullptr) {
-  Stream random(5);
+  RandomStream random(5);
   std::vector<double> x(1024);
   double largest = 0;
   for (double& v : x) largest = std::max(largest, std::abs(v = random.gauss()));
@@ -205,7 +205,7 @@ TEST(Bits, NormsThatFallAHundredfoldGiveTheNonConvexGain) {
 }
 
 TEST(Bits, TheBudgetIsNeverOverspentAndUsedTo99Percent) {
-  Stream random(9);
+  RandomStream random(9);
   for (int trial = 0; trial < 400; ++trial) {
     BitRule rule;
     rule.convex = trial & 1;
@@ -232,7 +232,7 @@ TEST(Bits, TheBudgetIsNeverOverspentAndUsedTo99Percent) {
 }
 
 TEST(Bits, AnUnknownLengthKeepsTheMeanAfterEveryStep) {
-  Stream random(3);
+  RandomStream random(3);
   BitRule rule;
   rule.budget = 3.3;
   BitController controller(rule);
@@ -248,7 +248,7 @@ TEST(Bits, WidthsOfLouderStepsAreLarger) {
   rule.budget = 4;
   rule.steps = 1000;
   BitController controller(rule);
-  Stream random(1);
+  RandomStream random(1);
   int quiet = 0, loud = 0;
   for (uint64_t n = 0; n < 1000; ++n) {
     const bool big = random.uniform() < .1;
@@ -292,7 +292,7 @@ TEST(Bits, BeyondThePromisedEndTheMeanStillHolds) {
 
 TEST(Bits, TheErrorFormMeetsItsBound) {
   for (const int workers : {1, 4}) {
-    Descent d;
+    SimulatedDescent d;
     d.dimension = 256, d.eta = .05, d.steps = 200, d.largest = true, d.workers = workers;
     BitRule rule = convex_budget(d, 2);
     rule.form = BitRule::Form::error;
@@ -338,10 +338,10 @@ TEST(Bits, TheErrorFormMeetsItsBound) {
 
 TEST(Bits, ARestoredControllerContinuesBitForBit) {
   for (const bool convex : {false, true}) {
-    BitRule rule = convex_budget(Descent{}, 3.2);
+    BitRule rule = convex_budget(SimulatedDescent{}, 3.2);
     rule.convex = convex;
     BitController through(rule);
-    Stream random(4);
+    RandomStream random(4);
     std::vector<double> norms(600);
     for (double& norm : norms) norm = std::exp(random.gauss());
     std::vector<uint64_t> saved;

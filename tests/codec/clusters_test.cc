@@ -19,18 +19,18 @@
 namespace gradwire {
 namespace {
 
-enum class Data { gauss, laplace, student };
+enum class ClusterValues { gauss, laplace, student };
 
-std::vector<float> draw(Data data, size_t n, uint64_t seed) {
+std::vector<float> draw(ClusterValues data, size_t n, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<double> gauss;
   std::exponential_distribution<double> magnitude;
   std::student_t_distribution<double> student(3);
   std::vector<float> x(n);
   for (float& v : x) {
-    const double y = data == Data::gauss     ? gauss(random)
-                     : data == Data::student ? student(random)
-                                             : magnitude(random) * (random() & 1 ? 1 : -1);
+    const double y = data == ClusterValues::gauss     ? gauss(random)
+                     : data == ClusterValues::student ? student(random)
+                                                      : magnitude(random) * (random() & 1 ? 1 : -1);
     v = static_cast<float>(.01 * y);
   }
   return x;
@@ -109,7 +109,7 @@ TEST(Clusters, BkdrTestVectors) {
 
 TEST(Clusters, LoadsCostWhatTheFormulasSay) {
   const uint32_t n = 1 << 20;
-  const auto x = draw(Data::gauss, n, 1);
+  const auto x = draw(ClusterValues::gauss, n, 1);
   const auto loss = [&](double load, const Hash& hash) {
     const auto m = static_cast<uint32_t>(n / load);
     std::vector<uint32_t> bucket(n);
@@ -160,7 +160,7 @@ TEST(Clusters, TheStrongestClustersAreFilledFirst) {
 }
 
 TEST(Clusters, TheSquaredNormSplitsInWhatIsSentAndWhatIsLeft) {
-  const auto x = draw(Data::laplace, 1 << 16, 3);
+  const auto x = draw(ClusterValues::laplace, 1 << 16, 3);
   const auto fit = fit_clusters(histogram_of(x), 2, .03);
   const auto allocate = [&](const std::vector<uint32_t>& counts) {
     std::vector<uint32_t> m(4);
@@ -178,7 +178,7 @@ TEST(Clusters, TheSquaredNormSplitsInWhatIsSentAndWhatIsLeft) {
 TEST(Clusters, TheOptimalHashAllocationBeatsTheObviousOnes) {
   // Laplace, 2 bits, clusters of the paper with the cut of its later experiments, the released tables' budget.
   const uint32_t n = 1 << 20, total = static_cast<uint32_t>(n * 1000400.0 / 21.8e6);
-  const auto x = draw(Data::laplace, n, 1);
+  const auto x = draw(ClusterValues::laplace, n, 1);
   const auto fit = fit_clusters(histogram_of(x), 2, .05, ClusterMode::paper, .85);
   const auto error = [&](const std::vector<uint32_t>& m) {
     double sum = 0;
@@ -233,7 +233,7 @@ TEST(Clusters, NoExchangeOfBucketsImprovesTheHashAllocation) {
 }
 
 TEST(Clusters, ThePapersRulesSumToTheTotalWithTheirMinimum) {
-  const auto fit = fit_clusters(histogram_of(draw(Data::student, 1 << 16, 4)), 3, .05, ClusterMode::paper);
+  const auto fit = fit_clusters(histogram_of(draw(ClusterValues::student, 1 << 16, 4)), 3, .05, ClusterMode::paper);
   for (const auto rule : {PaperRule::density, PaperRule::entropy}) {
     for (const uint32_t total : {8u, 79u, 80u, 81u, 1000u, 54321u}) {
       const auto m = allocate_paper(fit, rule, total);
@@ -241,7 +241,7 @@ TEST(Clusters, ThePapersRulesSumToTheTotalWithTheirMinimum) {
       EXPECT_GE(*std::min_element(m.begin(), m.end()), std::min(10u, total / 8));
     }
   }
-  const auto four = fit_clusters(histogram_of(draw(Data::gauss, 1 << 14, 4)), 2, .05, ClusterMode::paper);
+  const auto four = fit_clusters(histogram_of(draw(ClusterValues::gauss, 1 << 14, 4)), 2, .05, ClusterMode::paper);
   EXPECT_EQ(allocate_paper(four, PaperRule::list, 10004, std::vector<double>{500000, 200, 200, 500000}),
             (std::vector<uint32_t>{4992, 10, 10, 4992}));
   EXPECT_THROW(allocate_paper(four, PaperRule::list, 100, std::vector<double>{1, 2, 3}), Error);
@@ -250,7 +250,7 @@ TEST(Clusters, ThePapersRulesSumToTheTotalWithTheirMinimum) {
 }
 
 TEST(Clusters, ThePapersOutlierCentreIsThePercentileItself) {
-  const auto x = draw(Data::laplace, 1 << 20, 6);
+  const auto x = draw(ClusterValues::laplace, 1 << 20, 6);
   const auto fit = fit_clusters(histogram_of(x), 2, .05, ClusterMode::paper);
   const double t = std::log(20) / std::sqrt(2);  // 95 % of |x|, over the rms
   EXPECT_NEAR(fit.centres[3], t, .02 * t);
@@ -267,7 +267,7 @@ TEST(Clusters, ThePapersOutlierCentreIsThePercentileItself) {
 
 TEST(Clusters, OursIsNoWorseThanThePapersAndErrsAsPredicted) {
   const uint32_t n = 1 << 18;
-  for (const auto data : {Data::gauss, Data::laplace, Data::student}) {
+  for (const auto data : {ClusterValues::gauss, ClusterValues::laplace, ClusterValues::student}) {
     const auto x = draw(data, n, 11);
     const auto h = histogram_of(x);
     for (int bits = 1; bits <= 4; ++bits) {
@@ -298,7 +298,7 @@ TEST(Clusters, OursIsNoWorseThanThePapersAndErrsAsPredicted) {
 
 TEST(Clusters, TheCutsAreTheBestOfAllCuts) {
   // By brute force at 2 bits: every pair of thresholds on a grid, the rank error from sorted values.
-  auto x = draw(Data::student, 4000, 8);
+  auto x = draw(ClusterValues::student, 4000, 8);
   const double scale = rms(x), budget = .03, room = budget * 4000;
   const auto fit = fit_clusters(histogram_of(x), 2, budget);
   double least = 1;
@@ -331,7 +331,7 @@ TEST(Clusters, AConstantGradientWithFeedbackStaysBounded) {
   // n = 2^14, tables [800, 1, 1, 800], BKDR, the clusters of the first step: the residual neither grows nor vanishes.
   const uint32_t n = 1 << 14;
   for (const uint64_t seed : {1, 2, 3}) {
-    const auto g = draw(Data::laplace, n, seed);
+    const auto g = draw(ClusterValues::laplace, n, seed);
     const auto fit = fit_clusters(histogram_of(g), 2, .1, ClusterMode::paper, .85);
     const std::vector<uint32_t> tables{800, 1, 1, 800};
     std::vector<float> v(g), residual(n);
@@ -350,7 +350,7 @@ TEST(Clusters, AConstantGradientWithFeedbackStaysBounded) {
 }
 
 TEST(Clusters, HistogramsAddUpInAnyOrder) {
-  const auto x = draw(Data::student, 9000, 5);
+  const auto x = draw(ClusterValues::student, 9000, 5);
   const double scale = rms(x);
   ClusterHistogram whole, parts, other;
   whole.add(x, scale);

@@ -6,9 +6,9 @@
 #include <random>
 #include <sstream>
 
-#include "codec/bed.h"
 #include "codec/define.h"
 #include "codec/reference.h"
+#include "codec/test_devices.h"
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 
@@ -158,18 +158,18 @@ void expect_within_bound(const Codec& codec, const std::vector<float>& x, const 
 }
 
 TEST(Conformance, RoundTripWithinTheDerivedBound) {
-  const Bed bed(Device{});
+  const TestDevice device(Device{});
   for (const Codec& spec : specs())
     for (uint64_t count : kSizes) {
       const Plan plan = plan_of(spec, count);
       const std::vector<float> x = data(count);
-      const Raw message = bed.encode(plan, {raw_of(x)}, {.seed = 3});
-      expect_within_bound(spec, x, values_of(bed.decode(plan, message)[0]));
+      const Raw message = device.encode(plan, {raw_of(x)}, {.seed = 3});
+      expect_within_bound(spec, x, values_of(device.decode(plan, message)[0]));
     }
 }
 
 TEST(Conformance, EveryDeviceGivesTheSameBytesAndValues) {
-  const std::vector<Bed> all = beds();
+  const std::vector<TestDevice> all = test_devices();
   for (const Codec& spec : specs())
     for (DType dtype : {DType::f32, DType::f16, DType::bf16})
       for (uint64_t count : kSizes) {
@@ -189,14 +189,14 @@ TEST(Conformance, EveryDeviceGivesTheSameBytesAndValues) {
 }
 
 TEST(Conformance, FeedbackIsTheSameOnEveryDeviceAndKeepsTheIdentity) {
-  const std::vector<Bed> all = beds();
+  const std::vector<TestDevice> all = test_devices();
   for (const Codec& spec : specs())
     for (DType residual : {DType::f32, DType::bf16})
       for (float scale : {1.0f, 1024.0f})
         for (uint64_t count : {uint64_t{1}, uint64_t{33}, uint64_t{1024}, uint64_t{5000}, uint64_t{33000}}) {
           const Plan plan = plan_of(spec, count);
           const std::vector<float> g = data(count, 3, 0.01f * scale);
-          const Feedback feedback{{raw_of(data(count, 4, 0.003f), residual)}, residual, scale};
+          const TestFeedback feedback{{raw_of(data(count, 4, 0.003f), residual)}, residual, scale};
           std::vector<Raw> after;
           const Raw message = all[0].encode(plan, {raw_of(g)}, {.seed = 1}, &feedback, &after);
           const std::vector<float> sent = values_of(all[0].decode(plan, message)[0]);
@@ -221,14 +221,14 @@ TEST(Conformance, FeedbackIsTheSameOnEveryDeviceAndKeepsTheIdentity) {
 }
 
 TEST(Conformance, SameSeedSameBytesAndEveryPartOfTheKeyCounts) {
-  const Bed bed(Device{});
+  const TestDevice device(Device{});
   for (const Codec& spec : specs()) {
     const Codec& codec = spec;
     const Plan plan = plan_of(spec, 5000);
     const Raw x = raw_of(data(5000));
     const Stamp stamp{.seed = 1, .step = 2, .stage = 0, .rank = 1, .world = 3};
-    const Raw message = bed.encode(plan, {x}, stamp);
-    EXPECT_EQ(bed.encode(plan, {x}, stamp), message) << spec;
+    const Raw message = device.encode(plan, {x}, stamp);
+    EXPECT_EQ(device.encode(plan, {x}, stamp), message) << spec;
     if (!codec.traits().unbiased || codec.traits().lossless || codec.bytes(5000) == 0) continue;
     Stamp others[4] = {stamp, stamp, stamp, stamp};
     others[0].seed = 2;
@@ -236,9 +236,9 @@ TEST(Conformance, SameSeedSameBytesAndEveryPartOfTheKeyCounts) {
     others[2].stage = 1;
     others[3].rank = 2;
     for (const Stamp& other : others)
-      EXPECT_NE(bed.decode(plan, bed.encode(plan, {x}, other)), bed.decode(plan, message)) << spec;
+      EXPECT_NE(device.decode(plan, device.encode(plan, {x}, other)), device.decode(plan, message)) << spec;
     const Plan renamed({{"v", 5000, DType::f32, codec}});
-    EXPECT_NE(bed.decode(renamed, bed.encode(renamed, {x}, stamp)), bed.decode(plan, message)) << spec;
+    EXPECT_NE(device.decode(renamed, device.encode(renamed, {x}, stamp)), device.decode(plan, message)) << spec;
   }
 }
 
@@ -247,7 +247,7 @@ TEST(Conformance, UnbiasedWhereItSaysSo) {
   // the 2^-17 step that 16 random bits allow. Six sigma over 3000 elements: one false alarm in 10^5 seeds, and the
   // seeds are fixed.
   constexpr int kRepeats = 300;
-  const Bed bed(Device{});
+  const TestDevice device(Device{});
   for (const Codec& spec : specs()) {
     const Codec& codec = spec;
     if (!codec.traits().unbiased || codec.traits().lossless || codec.bytes(3000) == 0) continue;
@@ -257,7 +257,7 @@ TEST(Conformance, UnbiasedWhereItSaysSo) {
     std::vector<double> mean(count, 0);
     for (int r = 0; r < kRepeats; ++r) {
       const std::vector<float> y = values_of(
-          bed.decode(plan, bed.encode(plan, {raw_of(x)}, {.seed = 100, .step = static_cast<uint64_t>(r)}))[0]);
+          device.decode(plan, device.encode(plan, {raw_of(x)}, {.seed = 100, .step = static_cast<uint64_t>(r)}))[0]);
       for (uint64_t i = 0; i < count; ++i) mean[i] += y[i] / static_cast<double>(kRepeats);
     }
     double drift = 0, spread = 0;
@@ -278,14 +278,14 @@ TEST(Conformance, UnbiasedWhereItSaysSo) {
 }
 
 TEST(Conformance, RanksAndNeighboursRoundIndependently) {
-  const Bed bed(Device{});
+  const TestDevice device(Device{});
   const uint64_t count = 1 << 18;
   const Plan plan = plan_of("qsgd:bits=4", count);
   const std::vector<float> x = data(count, 6);
   std::vector<double> error[2];
   for (uint32_t rank : {0u, 1u}) {
     const std::vector<float> y =
-        values_of(bed.decode(plan, bed.encode(plan, {raw_of(x)}, {.seed = 1, .rank = rank, .world = 2}))[0]);
+        values_of(device.decode(plan, device.encode(plan, {raw_of(x)}, {.seed = 1, .rank = rank, .world = 2}))[0]);
     for (uint64_t i = 0; i < count; ++i) error[rank].push_back(y[i] - x[i]);
   }
   const auto correlation = [&](const std::vector<double>& a, const std::vector<double>& b, size_t lag) {
@@ -313,35 +313,35 @@ TEST(Conformance, ThreadsAndGroupingDoNotMatter) {
     }
     const Plan together(list);
     const Stamp stamp{.seed = 9, .step = 1};
-    const Raw message = Bed(Device{}).encode(together, in, stamp);
-    const std::vector<Raw> decoded = Bed(Device{}).decode(together, message);
+    const Raw message = TestDevice(Device{}).encode(together, in, stamp);
+    const std::vector<Raw> decoded = TestDevice(Device{}).decode(together, message);
     for (int threads : {2, 5}) {
-      EXPECT_EQ(Bed(Device{.threads = threads}).encode(together, in, stamp), message) << spec << " " << threads;
-      EXPECT_EQ(Bed(Device{.threads = threads}).decode(together, message), decoded) << spec << " " << threads;
+      EXPECT_EQ(TestDevice(Device{.threads = threads}).encode(together, in, stamp), message) << spec << " " << threads;
+      EXPECT_EQ(TestDevice(Device{.threads = threads}).decode(together, message), decoded) << spec << " " << threads;
     }
     for (size_t i = 0; i < list.size(); ++i) {
       const Plan alone({list[i]});
-      EXPECT_EQ(Bed(Device{}).decode(alone, Bed(Device{}).encode(alone, {in[i]}, stamp))[0], decoded[i])
+      EXPECT_EQ(TestDevice(Device{}).decode(alone, TestDevice(Device{}).encode(alone, {in[i]}, stamp))[0], decoded[i])
           << spec << " " << list[i].name;
     }
     if (cuda_devices() > 0) {
-      EXPECT_EQ(Bed(Device{.kind = Device::Kind::cuda}).encode(together, in, stamp), message) << spec;
+      EXPECT_EQ(TestDevice(Device{.kind = Device::Kind::cuda}).encode(together, in, stamp), message) << spec;
     }
   }
 }
 
 TEST(Conformance, APieceDrawsTheRandomBitsOfItsPlaceInTheTensor) {
-  const Bed bed(Device{});
+  const TestDevice device(Device{});
   for (const Codec& spec : specs()) {
     const Codec& codec = spec;
     if (codec.traits().unit == 0) continue;  // a piece is its own unit there
-    const uint64_t count = kPieceGrain + 5000;
+    const uint64_t count = kTileElements + 5000;
     const std::vector<float> x = data(count);
-    const Plan whole = plan_of(spec, count), piece({{"w", 5000, DType::f32, codec, kPieceGrain}});
-    const std::vector<float> tail(x.begin() + kPieceGrain, x.end());
-    std::vector<float> y = values_of(bed.decode(whole, bed.encode(whole, {raw_of(x)}, {.seed = 2}))[0]);
-    y.erase(y.begin(), y.begin() + kPieceGrain);
-    EXPECT_EQ(values_of(bed.decode(piece, bed.encode(piece, {raw_of(tail)}, {.seed = 2}))[0]), y) << spec;
+    const Plan whole = plan_of(spec, count), piece({{"w", 5000, DType::f32, codec, kTileElements}});
+    const std::vector<float> tail(x.begin() + kTileElements, x.end());
+    std::vector<float> y = values_of(device.decode(whole, device.encode(whole, {raw_of(x)}, {.seed = 2}))[0]);
+    y.erase(y.begin(), y.begin() + kTileElements);
+    EXPECT_EQ(values_of(device.decode(piece, device.encode(piece, {raw_of(tail)}, {.seed = 2}))[0]), y) << spec;
   }
 }
 
@@ -355,22 +355,22 @@ TEST(Conformance, FrameIsNeverLargerThanBound) {
 }
 
 TEST(Conformance, AddAddsToWhatIsThere) {
-  for (const Bed& bed : beds())
+  for (const TestDevice& device : test_devices())
     for (const Codec& spec : specs())
       for (uint64_t count : {uint64_t{33}, uint64_t{1024}, uint64_t{33000}}) {
         const Plan plan = plan_of(spec, count);
-        const Raw message = bed.encode(plan, {raw_of(data(count))}, {.seed = 3});
-        const std::vector<float> y = values_of(bed.decode(plan, message)[0]);
+        const Raw message = device.encode(plan, {raw_of(data(count))}, {.seed = 3});
+        const std::vector<float> y = values_of(device.decode(plan, message)[0]);
         const std::vector<float> start = data(count, 99);
         const std::vector<Raw> begin = {raw_of(start)};
-        const std::vector<float> sum = values_of(bed.decode(plan, message, Write::add, &begin)[0]);
-        for (uint64_t i = 0; i < count; ++i) ASSERT_EQ(sum[i], start[i] + y[i]) << spec << " on " << bed.name();
+        const std::vector<float> sum = values_of(device.decode(plan, message, Write::add, &begin)[0]);
+        for (uint64_t i = 0; i < count; ++i) ASSERT_EQ(sum[i], start[i] + y[i]) << spec << " on " << device.name();
       }
 }
 
 TEST(Conformance, NotANumberMarksItsUnitAndNothingElse) {
   const float bad_values[] = {std::nanf(""), HUGE_VALF, -HUGE_VALF, bits_float(0xffc12345u)};
-  for (const Bed& bed : beds())
+  for (const TestDevice& device : test_devices())
     for (const Codec& spec : specs()) {
       const Codec& codec = spec;
       if (codec.bytes(1) == 0) continue;  // nothing is sent that could be marked
@@ -380,14 +380,15 @@ TEST(Conformance, NotANumberMarksItsUnitAndNothingElse) {
           std::vector<float> x = data(count);
           x[where] = bad_values[b];
           const Plan plan = plan_of(spec, count);
-          const Feedback feedback{{raw_of(data(count, 8))}};
+          const TestFeedback feedback{{raw_of(data(count, 8))}};
           std::vector<Raw> after;
-          const Raw message = bed.encode(plan, {raw_of(x)}, {.seed = 1}, &feedback, &after);
-          const std::vector<float> y = values_of(bed.decode(plan, message)[0]), left = values_of(after[0]),
+          const Raw message = device.encode(plan, {raw_of(x)}, {.seed = 1}, &feedback, &after);
+          const std::vector<float> y = values_of(device.decode(plan, message)[0]), left = values_of(after[0]),
                                    before = values_of(feedback.before[0]);
           for (uint64_t i = 0; i < count; ++i) {
             const bool marked = i / unit == where / unit;
-            ASSERT_EQ(std::isnan(y[i]), marked) << spec << " element " << i << " of " << count << " on " << bed.name();
+            ASSERT_EQ(std::isnan(y[i]), marked)
+                << spec << " element " << i << " of " << count << " on " << device.name();
             if (marked) {
               ASSERT_EQ(left[i], before[i]) << spec << ": the residual of a marked unit stays";
             }
@@ -398,16 +399,16 @@ TEST(Conformance, NotANumberMarksItsUnitAndNothingElse) {
 }
 
 TEST(Conformance, FiniteValuesThatDoNotFitAreMarkedNotClamped) {
-  for (const Bed& bed : beds()) {
+  for (const TestDevice& device : test_devices()) {
     const std::vector<float> x = {65504.0f, 65519.99f, 65520.0f, -70000.0f, 3.4e38f, 1.0f};
     const Plan fp16 = plan_of("fp16", x.size()), bf16 = plan_of("bf16", x.size());
-    const std::vector<float> h = values_of(bed.decode(fp16, bed.encode(fp16, {raw_of(x)}, {}))[0]);
+    const std::vector<float> h = values_of(device.decode(fp16, device.encode(fp16, {raw_of(x)}, {}))[0]);
     EXPECT_EQ(h[0], 65504.0f);
     EXPECT_EQ(h[1], 65504.0f);
     for (int i : {2, 3, 4}) EXPECT_TRUE(std::isnan(h[i])) << i;
     EXPECT_EQ(h[5], 1.0f);
     const std::vector<float> top = {3.3895314e38f, 3.4e38f, 0, 0, 0, 0};
-    const std::vector<float> b = values_of(bed.decode(bf16, bed.encode(bf16, {raw_of(top)}, {}))[0]);
+    const std::vector<float> b = values_of(device.decode(bf16, device.encode(bf16, {raw_of(top)}, {}))[0]);
     EXPECT_EQ(b[0], 3.3895314e38f);
     EXPECT_TRUE(std::isnan(b[1]));
   }
@@ -415,7 +416,7 @@ TEST(Conformance, FiniteValuesThatDoNotFitAreMarkedNotClamped) {
 
 TEST(Conformance, ExtremeScalesStayWithinTheBound) {
   // Subnormal units, units at the top of the range, and units that mix both.
-  for (const Bed& bed : beds())
+  for (const TestDevice& device : test_devices())
     for (const Codec& spec : specs()) {
       const Codec& codec = spec;
       if (codec.name() == "fp16") continue;  // does not hold such values
@@ -423,7 +424,7 @@ TEST(Conformance, ExtremeScalesStayWithinTheBound) {
         std::vector<float> x = data(3000, 12, 1.0f);
         for (float& v : x) v = std::clamp(v, -8.0f, 8.0f) * scale;
         const Plan plan = plan_of(spec, x.size());
-        const std::vector<float> y = values_of(bed.decode(plan, bed.encode(plan, {raw_of(x)}, {.seed = 4}))[0]);
+        const std::vector<float> y = values_of(device.decode(plan, device.encode(plan, {raw_of(x)}, {.seed = 4}))[0]);
         for_units(codec, x, y, [&](uint64_t at, const std::vector<double>& in, const std::vector<double>& out) {
           const double top = largest(in);
           const Expectation e = expect(codec, in);
@@ -432,7 +433,7 @@ TEST(Conformance, ExtremeScalesStayWithinTheBound) {
               e.slack + 1e-3 * top + (200 + std::ldexp(1.0, std::min<int>(scheme_of(codec).bits, 16) - 1)) * 0x1p-149;
           for (size_t i = 0; i < in.size(); ++i) {
             ASSERT_TRUE(std::isfinite(out[i]))
-                << spec << " scale " << scale << " element " << at + i << " on " << bed.name();
+                << spec << " scale " << scale << " element " << at + i << " on " << device.name();
             // Where levels are a few of the least floats apart, they are no longer evenly spaced.
             const double miss = e.exact || e.sum || !e.grid.empty()
                                     ? e.miss(i, in[i], out[i])
@@ -451,16 +452,16 @@ TEST(Conformance, TheCallersFlushToZeroDoesNotMatter) {
   for (const Codec& spec : specs()) {
     std::vector<float> x = data(5000, 12, 1e-39f);
     const Plan plan = plan_of(spec, x.size());
-    const Feedback feedback{{raw_of(data(5000, 13, 1e-39f))}};
+    const TestFeedback feedback{{raw_of(data(5000, 13, 1e-39f))}};
     for (int threads : {1, 3}) {
-      const Bed bed(Device{.threads = threads});
+      const TestDevice device(Device{.threads = threads});
       std::vector<Raw> after, after_flushed;
-      const Raw message = bed.encode(plan, {raw_of(x)}, {.seed = 4}, &feedback, &after);
-      const std::vector<Raw> decoded = bed.decode(plan, message);
+      const Raw message = device.encode(plan, {raw_of(x)}, {.seed = 4}, &feedback, &after);
+      const std::vector<Raw> decoded = device.decode(plan, message);
       const unsigned saved = _mm_getcsr(), flush = saved | 0x8040 | 0x6000;  // FTZ, DAZ, round towards zero
       _mm_setcsr(flush);
-      const Raw flushed = bed.encode(plan, {raw_of(x)}, {.seed = 4}, &feedback, &after_flushed);
-      const std::vector<Raw> decoded_flushed = bed.decode(plan, message);
+      const Raw flushed = device.encode(plan, {raw_of(x)}, {.seed = 4}, &feedback, &after_flushed);
+      const std::vector<Raw> decoded_flushed = device.decode(plan, message);
       const unsigned found = _mm_getcsr();
       _mm_setcsr(saved);
       EXPECT_EQ(flushed, message) << spec;
@@ -483,12 +484,12 @@ TEST(Conformance, ListsMixCodecsAndTypes) {
     in.push_back(raw_of(data(count, static_cast<uint32_t>(i)), dtype));
   }
   const Plan plan(list);
-  const std::vector<Bed> places = beds();
+  const std::vector<TestDevice> places = test_devices();
   const Raw message = places[0].encode(plan, in, {.seed = 5});
   const std::vector<Raw> decoded = places[0].decode(plan, message);
-  for (const Bed& bed : places) {
-    EXPECT_EQ(bed.encode(plan, in, {.seed = 5}), message) << bed.name();
-    EXPECT_EQ(bed.decode(plan, message), decoded) << bed.name();
+  for (const TestDevice& device : places) {
+    EXPECT_EQ(device.encode(plan, in, {.seed = 5}), message) << device.name();
+    EXPECT_EQ(device.decode(plan, message), decoded) << device.name();
   }
 }
 

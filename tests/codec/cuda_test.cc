@@ -11,7 +11,7 @@
 #include <cstdio>
 #include <stdexcept>
 
-#include "codec/bed.h"
+#include "codec/test_devices.h"
 #include "collective/collective_fixture.h"
 #include "gradwire/error.h"
 #include "gradwire/learn.h"
@@ -25,8 +25,8 @@ class Cuda : public ::testing::Test {
   void SetUp() override {
     if (cuda_devices() == 0) GTEST_SKIP() << "no GPU here: the CUDA code was compiled, not run";
   }
-  const Bed cpu{Device{}};
-  const Bed gpu{Device{.kind = Device::Kind::cuda}};
+  const TestDevice cpu{Device{}};
+  const TestDevice gpu{Device{.kind = Device::Kind::cuda}};
 };
 
 std::vector<float> ramp(uint64_t count) {
@@ -36,9 +36,10 @@ std::vector<float> ramp(uint64_t count) {
   return values;
 }
 
-std::string field_of_failure(const Bed& bed, const Plan& plan, const Raw& message, const Stamp* expected = nullptr) {
+std::string field_of_failure(const TestDevice& device, const Plan& plan, const Raw& message,
+                             const Stamp* expected = nullptr) {
   try {
-    bed.decode(plan, message, Write::set, nullptr, expected);
+    device.decode(plan, message, Write::set, nullptr, expected);
   } catch (const Error& e) {
     return e.kind() == ErrorKind::frame ? e.field() : "another kind of error";
   }
@@ -199,15 +200,15 @@ void check_cuda(cudaError_t code, const char* what) {
 }
 
 // A stream that does not wait for the default one, so that nothing is right by accident.
-class Stream {
+class CudaStream {
  public:
-  Stream() {
+  CudaStream() {
     check_cuda(cudaSetDevice(0), "cudaSetDevice");
     check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   }
-  ~Stream() { cudaStreamDestroy(stream_); }
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
+  ~CudaStream() { cudaStreamDestroy(stream_); }
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
   cudaStream_t get() const { return stream_; }
 
  private:
@@ -217,7 +218,7 @@ class Stream {
 // Tensors where a rank's device has them.
 class Placed {
  public:
-  Placed(const rig::Data& data, const Device& device) : data_(data), memory_(memory_of(device)) {
+  Placed(const TensorValues& data, const Device& device) : data_(data), memory_(memory_of(device)) {
     for (const auto& bytes : data_.bytes) {
       at_.push_back(memory_->allocate(bytes.size()));
       memory_->from_host(at_.back(), bytes.data(), bytes.size());
@@ -230,21 +231,21 @@ class Placed {
   Placed& operator=(const Placed&) = delete;
   std::vector<const void*> in() const { return {at_.begin(), at_.end()}; }
   const std::vector<void*>& out() const { return at_; }
-  rig::Data read() const {
-    rig::Data data = data_;
+  TensorValues read() const {
+    TensorValues data = data_;
     for (size_t i = 0; i < at_.size(); ++i) memory_->to_host(data.bytes[i].data(), at_[i], data.bytes[i].size());
     return data;
   }
 
  private:
-  rig::Data data_;
+  TensorValues data_;
   std::shared_ptr<Memory> memory_;
   std::vector<void*> at_;
 };
 
 enum class Where { cpu, gpu, mixed };
 
-Device device_of(Where where, const Engine& engine, const Stream& stream) {
+Device device_of(Where where, const Engine& engine, const CudaStream& stream) {
   const bool cuda = where == Where::gpu || (where == Where::mixed && engine.rank() % 2 == 1);
   return cuda ? Device{.kind = Device::Kind::cuda, .stream = stream.get()} : Device{};
 }
@@ -258,16 +259,16 @@ const std::vector<NamedTensor> kTensors{{"w", 100'003, DType::f32, 2},
 
 // What one rank saw: the outputs of every step, and the state after it.
 struct Course {
-  std::vector<rig::Data> outputs;
+  std::vector<TensorValues> outputs;
   std::vector<uint64_t> states;
   uint64_t bytes = 0;
 };
 
 // Four steps; in the third, rank 1 has an Inf in an f32 tensor and one in an f16 one, and it is rolled back.
 std::vector<Course> reduce_steps(Where where, ReduceOptions options, int world, float loss_scale, bool in_place) {
-  rig::PerRank<Course> courses(world);
+  PerRank<Course> courses(world);
   run_loopback(world, [&](Engine& engine) {
-    const Stream stream;
+    const CudaStream stream;
     ReduceOptions own = options;
     own.commit = ReduceOptions::Commit::manual;
     own.device = device_of(where, engine, stream);
@@ -276,12 +277,12 @@ std::vector<Course> reduce_steps(Where where, ReduceOptions options, int world, 
       Reducer reducer(engine, kTensors, own);
       for (uint64_t step = 0; step < 4; ++step) {
         reducer.set_rate(0.5 / static_cast<double>(1 + step));
-        rig::Data data = rig::gradients(kTensors, engine.rank(), step);
+        TensorValues data = gradients(kTensors, engine.rank(), step);
         if (step == 2 && engine.rank() == 1) {
           data.set(0, 50'000, HUGE_VALF);
           data.set(1, 69'999, -HUGE_VALF);
         }
-        const Placed in(data, own.device), out(rig::Data(kTensors), own.device);
+        const Placed in(data, own.device), out(TensorValues(kTensors), own.device);
         const Placed& to = in_place ? in : out;
         reducer.run(step, in.in(), to.out(), loss_scale);
         if (step == 2)
@@ -331,9 +332,9 @@ std::vector<std::string> reduced_specs() {
 
 TEST_F(Cuda, AReducerGivesTheBitsOfTheCpus) {
   for (const std::string& spec : reduced_specs())
-    for (rig::Method method : rig::kMethods) {
+    for (Method method : kMethods) {
       const ReduceOptions options{.method = method, .up = spec, .seed = 7};
-      const std::string what = spec + " " + rig::name_of(method);
+      const std::string what = spec + " " + name_of(method);
       const std::vector<Course> cpu = reduce_steps(Where::cpu, options, 3, 1.0f, false);
       bool marked = false;
       for (uint64_t i = 0; i < kTensors[0].count; ++i) marked |= std::isnan(cpu[0].outputs[2].get(0, i));
@@ -345,43 +346,42 @@ TEST_F(Cuda, AReducerGivesTheBitsOfTheCpus) {
 
 TEST_F(Cuda, AReducerGivesTheBitsOfTheCpusUnderEveryOption) {
   for (const char* spec : {"qsgd:bits=4", "casq:bits=2,mode=paper,counts=on,refit=1", "topk"})
-    for (rig::Method method : rig::kMethods)
-      for (rig::Op op : {rig::Op::mean, rig::Op::sum})
+    for (Method method : kMethods)
+      for (Op op : {Op::mean, Op::sum})
         for (DType residual : {DType::f32, DType::bf16}) {
           const ReduceOptions options{
-              .method = method, .op = op, .up = spec, .feedback = rig::Feedback::on, .residual = residual, .seed = 3};
+              .method = method, .op = op, .up = spec, .feedback = Feedback::on, .residual = residual, .seed = 3};
           expect_same(reduce_steps(Where::gpu, options, 4, 1024.0f, true),
-                      reduce_steps(Where::cpu, options, 4, 1024.0f, true),
-                      std::string(spec) + " " + rig::name_of(method));
+                      reduce_steps(Where::cpu, options, 4, 1024.0f, true), std::string(spec) + " " + name_of(method));
         }
 }
 
 TEST_F(Cuda, RanksOnTheCpuAndOnAGpuWorkTogether) {
   for (const char* spec :
        {"fp32", "qsgd:bits=4", "onebit", "dqsgd:budget=3,mode=paper,steps=4", "fft:theta=0.8,refit=1"})
-    for (rig::Method method : rig::kMethods) {
+    for (Method method : kMethods) {
       const ReduceOptions options{.method = method, .up = spec};
       expect_same(reduce_steps(Where::mixed, options, 4, 1.0f, false),
-                  reduce_steps(Where::cpu, options, 4, 1.0f, false), std::string(spec) + " " + rig::name_of(method));
+                  reduce_steps(Where::cpu, options, 4, 1.0f, false), std::string(spec) + " " + name_of(method));
     }
 }
 
 TEST_F(Cuda, TheHalvesGiveTheBitsOfTheCpus) {
   const int world = 3;
   const auto run = [&](Where where, const char* spec) {
-    rig::PerRank<std::vector<rig::Data>> seen(world);
-    rig::PerRank<uint64_t> states(world);
+    PerRank<std::vector<TensorValues>> seen(world);
+    PerRank<uint64_t> states(world);
     run_loopback(world, [&](Engine& engine) {
-      const Stream stream;
+      const CudaStream stream;
       ReduceOptions options{.up = spec, .down = spec, .seed = 5};
       options.device = device_of(where, engine, stream);
       ErrorFeedback feedback(DType::f32, options.device);
       uint64_t mine = 0;
       for (const Shard& shard : shards(kTensors, world)) mine += shard.owner == engine.rank() ? shard.count : 0;
-      const Placed in(rig::gradients(kTensors, engine.rank(), 0), options.device),
-          out(rig::Data(kTensors), options.device);
+      const Placed in(gradients(kTensors, engine.rank(), 0), options.device),
+          out(TensorValues(kTensors), options.device);
       const std::vector<NamedTensor> flat{{"share", mine}};
-      const Placed share(rig::Data(flat), options.device);
+      const Placed share(TensorValues(flat), options.device);
       const std::span<float> floats(static_cast<float*>(share.out()[0]), mine);
       reduce_scatter(engine, kTensors, options, 1, in.in(), floats, &feedback);
       all_gather(engine, kTensors, options, 1, floats, out.out(), &feedback);
@@ -405,18 +405,18 @@ TEST_F(Cuda, AStateIsSavedFromAGpuAndGoesOnThere) {
   const std::string path = ::testing::TempDir() + "gradwire_cuda_state_" + std::to_string(::getpid());
   for (const char* spec : {"onebit", "optquant:bits=3,refit=1"})
     run_loopback(2, [&](Engine& engine) {
-      const Stream stream;
+      const CudaStream stream;
       const ReduceOptions options{.up = spec, .device = device_of(Where::gpu, engine, stream)};
       const std::string file = path + std::to_string(engine.rank());
       const auto step = [&](Reducer& reducer, uint64_t n) {
-        const Placed data(rig::gradients(kTensors, engine.rank(), n), options.device);
+        const Placed data(gradients(kTensors, engine.rank(), n), options.device);
         reducer.run(n, data.in(), data.out());
         return data.read();
       };
       Reducer straight(engine, kTensors, options);
       step(straight, 0);
       straight.feedback().save(file);
-      const rig::Data expected = step(straight, 1);
+      const TensorValues expected = step(straight, 1);
       Reducer resumed(engine, kTensors, options);
       resumed.feedback() = ErrorFeedback::load(file, options.device);
       EXPECT_TRUE(step(resumed, 1) == expected) << spec;
@@ -427,12 +427,12 @@ TEST_F(Cuda, AStateIsSavedFromAGpuAndGoesOnThere) {
 
 TEST_F(Cuda, ResidualsOfAnotherDeviceAreRefusedOnAllRanks) {
   const std::vector<NamedTensor> tensors{{"a", 100}};
-  const auto results = rig::outcomes(2, [&](Engine& engine) {
-    const Stream stream;
+  const auto results = outcomes(2, [&](Engine& engine) {
+    const CudaStream stream;
     const Device device = device_of(Where::gpu, engine, stream);
     Reducer reducer(engine, tensors, {.up = "onebit", .device = device});
     if (engine.rank() == 1) reducer.feedback() = ErrorFeedback();
-    const Placed data(rig::gradients(tensors, 0, 0), device);
+    const Placed data(gradients(tensors, 0, 0), device);
     reducer.run(0, data.in(), data.out());
   });
   EXPECT_EQ(results[1].kind, ErrorKind::usage);

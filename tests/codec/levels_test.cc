@@ -23,13 +23,13 @@ namespace {
 const LevelRule kUnbiased{};
 const LevelRule kNearestRule{.biased = true, .kappa = 0.5, .workers = 1};
 
-struct Data {
+struct LevelSample {
   std::vector<std::vector<float>> buckets;
   std::vector<double> r, weight;  // sorted by r
   LevelHistogram histogram;
 };
 
-Data sample(const std::string& kind, int buckets, uint64_t seed = 1) {
+LevelSample sample(const std::string& kind, int buckets, uint64_t seed = 1) {
   std::mt19937_64 random(seed);
   std::normal_distribution<double> normal;
   std::student_t_distribution<double> student(3);
@@ -42,7 +42,7 @@ Data sample(const std::string& kind, int buckets, uint64_t seed = 1) {
     if (kind == "student") return student(random);
     return sign * std::generate_canonical<double, 53>(random);  // uniform
   };
-  Data data;
+  LevelSample data;
   std::vector<std::pair<double, double>> points;
   for (int b = 0; b < buckets; ++b) {
     std::vector<float> values(1024);
@@ -66,7 +66,7 @@ std::vector<float> signed_levels(const std::vector<double>& magnitudes, bool zer
   return levels;
 }
 
-double squares(const Data& data) {
+double squares(const LevelSample& data) {
   double sum = 0, total = 0;
   for (size_t i = 0; i < data.r.size(); ++i) sum += data.weight[i] * data.r[i] * data.r[i], total += data.weight[i];
   return sum / total;
@@ -75,7 +75,7 @@ double squares(const Data& data) {
 // The least error of `count` magnitudes on the raw points. Unbiased: levels at points, which is where a best set has
 // them (but for l_1 without zero, which may lie between two points). Nearest: k-means, each interval's mean as its
 // level.
-double raw_optimum(const Data& data, int count, bool zero, bool nearest) {
+double raw_optimum(const LevelSample& data, int count, bool zero, bool nearest) {
   size_t n = data.r.size();
   double total = std::accumulate(data.weight.begin(), data.weight.end(), 0.0);
   std::vector<double> x(n + 1), w(n + 1), m(n + 1), q(n + 1);  // node 0 is r = 0 and holds no point
@@ -113,7 +113,7 @@ double raw_optimum(const Data& data, int count, bool zero, bool nearest) {
   return now[n];
 }
 
-double raw_optimum(const Data& data, int bits, bool nearest) {
+double raw_optimum(const LevelSample& data, int bits, bool nearest) {
   int half = 1 << (bits - 1);
   return std::min(raw_optimum(data, half, false, nearest), raw_optimum(data, half - 1, true, nearest));
 }
@@ -154,7 +154,7 @@ TEST(Levels, EveryPlaceLiesBetweenItsEdgesAndBothEndsAreExact) {
 class OnData : public testing::TestWithParam<const char*> {};
 
 TEST_P(OnData, FittedLevelsAreWithinHalfAPercentOfTheOptimumOnTheRawPoints) {
-  Data data = sample(GetParam(), 40);
+  LevelSample data = sample(GetParam(), 40);
   for (bool nearest : {false, true}) {
     const LevelRule& rule = nearest ? kNearestRule : kUnbiased;
     for (int bits = 2; bits <= 4; ++bits) {
@@ -175,7 +175,7 @@ INSTANTIATE_TEST_SUITE_P(Levels, OnData, testing::Values("gauss", "laplace", "lo
 
 TEST(Levels, EightBitsAreNearTheOptimumToo) {
   for (const char* kind : {"gauss", "laplace", "lognormal", "student", "uniform"}) {
-    Data data = sample(kind, 20);
+    LevelSample data = sample(kind, 20);
     for (bool nearest : {false, true}) {
       const LevelRule& rule = nearest ? kNearestRule : kUnbiased;
       LevelFit fit = fit_levels(data.histogram, 8, rule);
@@ -190,7 +190,7 @@ TEST(Levels, EightBitsAreNearTheOptimumToo) {
 }
 
 TEST(Levels, LeavingZeroOutPaysOnLaplaceData) {
-  Data data = sample("laplace", 60, 2);
+  LevelSample data = sample("laplace", 60, 2);
   LevelBins bins = level_bins(data.histogram);
   double expected[] = {0.38, 0.73, 0.87};
   for (int bits = 2; bits <= 4; ++bits) {
@@ -355,7 +355,7 @@ TEST(Levels, TrimodalHistogramTrapsCoordinateDescentButNotTheProgramme) {
 }
 
 // Lloyd's iteration on magnitudes with a zero level and the top level held at 1.
-double lloyd_with_top_one(const Data& data, int count) {
+double lloyd_with_top_one(const LevelSample& data, int count) {
   std::vector<double> x;
   for (int k = 1; k <= count; ++k) x.push_back(std::pow(double(k) / count, 1.5));
   for (int sweep = 0; sweep < 300; ++sweep) {
@@ -373,13 +373,14 @@ double lloyd_with_top_one(const Data& data, int count) {
 }
 
 TEST(Levels, FreeTopLevelCutsTheErrorOfNearestRounding) {
-  Data data = sample("gauss", 60, 3);
+  LevelSample data = sample("gauss", 60, 3);
   LevelBins bins = level_bins(data.histogram);
-  struct Case {
+  struct LevelCase {
     int count;
     double held, free;
   };
-  for (auto [count, held, free] : {Case{1, 0.753, 0.194}, Case{3, 0.068, 0.045}, Case{7, 0.0122, 0.0108}}) {
+  for (auto [count, held, free] :
+       {LevelCase{1, 0.753, 0.194}, LevelCase{3, 0.068, 0.045}, LevelCase{7, 0.0122, 0.0108}}) {
     auto magnitudes = best_magnitudes(bins, count, true, kNearestRule);
     double error = level_error(signed_levels(magnitudes, true), data.r, data.weight, kNearestRule) / squares(data);
     double fixed = lloyd_with_top_one(data, count);
@@ -395,7 +396,7 @@ TEST(Levels, FreeTopLevelCutsTheErrorOfNearestRounding) {
 
 TEST(Levels, DeadZoneFitsAreNoWorseThanTheFitsOfOtherRules) {
   for (const char* kind : {"gauss", "lognormal"}) {
-    Data data = sample(kind, 20);
+    LevelSample data = sample(kind, 20);
     for (int bits : {2, 3, 4}) {
       for (double kappa : {0.0625, 0.125, 0.25, 0.4}) {
         LevelRule rule{true, kappa, 0.5 / kappa};
@@ -452,7 +453,7 @@ TEST(Levels, MeanOfIndependentWorkersHasItsClosedForm) {
 }
 
 TEST(Levels, OrderOfBucketsAndRanksDoesNotMatter) {
-  Data data = sample("student", 30);
+  LevelSample data = sample("student", 30);
   auto weight_of = [](const std::vector<float>& bucket, float* top) {
     *top = 0;
     for (float v : bucket) *top = std::max(*top, std::fabs(v));
@@ -525,7 +526,7 @@ TEST(Levels, RefusesWhatIsOutOfRange) {
 }
 
 TEST(Levels, FitsTakeMilliseconds) {
-  Data data = sample("laplace", 40);
+  LevelSample data = sample("laplace", 40);
   for (auto [bits, limit] : {std::pair{3, 2.0}, std::pair{8, 20.0}}) {
     for (const LevelRule& rule : {kUnbiased, kNearestRule, LevelRule{true, 0.125, 4}}) {
       double least = 1e9;

@@ -19,7 +19,7 @@ namespace gradwire {
 namespace {
 
 // x through the format and back. P = 2^(N-1) positive codes, one fewer negative.
-struct RangeFloat {
+struct ReferenceRangeFloat {
   int bits, mantissa;
   float max;
   bool truncate;
@@ -41,7 +41,7 @@ struct RangeFloat {
   }
 };
 
-double measured(const std::vector<float>& x, const RangeFloat& format) {
+double measured(const std::vector<float>& x, const ReferenceRangeFloat& format) {
   double error = 0, total = 0;
   for (const float v : x) {
     const double off = double(v) - format.through(v);
@@ -51,17 +51,17 @@ double measured(const std::vector<float>& x, const RangeFloat& format) {
   return error / total;
 }
 
-enum class Data { gauss, laplace, lognormal };
-std::vector<float> draw(Data data, size_t n, double scale) {
+enum class MantissaValues { gauss, laplace, lognormal };
+std::vector<float> draw(MantissaValues data, size_t n, double scale) {
   std::mt19937_64 random(7);
   std::normal_distribution<double> gauss;
   std::exponential_distribution<double> magnitude;
   std::vector<float> x(n);
   for (float& v : x) {
     const double sign = random() & 1 ? 1 : -1;
-    v = static_cast<float>(scale * (data == Data::gauss     ? gauss(random)
-                                    : data == Data::laplace ? sign * magnitude(random)
-                                                            : sign * std::exp(1.5 * gauss(random))));
+    v = static_cast<float>(scale * (data == MantissaValues::gauss     ? gauss(random)
+                                    : data == MantissaValues::laplace ? sign * magnitude(random)
+                                                                      : sign * std::exp(1.5 * gauss(random))));
   }
   return x;
 }
@@ -73,7 +73,7 @@ float largest(const std::vector<float>& x) {
 
 TEST(Mantissa, TheFourRowsArePredicted) {
   // Range [-1, 1], Gaussian of deviation .05.
-  auto x = draw(Data::gauss, 1 << 19, .05);
+  auto x = draw(MantissaValues::gauss, 1 << 19, .05);
   MagnitudeHistogram h;
   h.add(x, 1);
   const struct {
@@ -92,7 +92,7 @@ TEST(Mantissa, TheFourRowsArePredicted) {
 }
 
 TEST(Mantissa, TheChoiceIsWithinFivePercentOfTheBest) {
-  for (const auto data : {Data::gauss, Data::laplace, Data::lognormal}) {
+  for (const auto data : {MantissaValues::gauss, MantissaValues::laplace, MantissaValues::lognormal}) {
     for (const double scale : {1.0, .0137}) {
       const auto x = draw(data, 1 << 17, scale);
       const float max = largest(x);
@@ -108,7 +108,7 @@ TEST(Mantissa, TheChoiceIsWithinFivePercentOfTheBest) {
             char text[64];
             std::snprintf(text, sizeof text, " %d: %.3g (%.3g)", m, real, guess);
             errors += text;
-            if (RangeFloat{bits, m, max, truncate}.pbase() > 0) {
+            if (ReferenceRangeFloat{bits, m, max, truncate}.pbase() > 0) {
               EXPECT_NEAR(guess, real, .15 * real) << int(data) << " N " << bits << " m " << m << truncate;
             }
           }
@@ -122,7 +122,7 @@ TEST(Mantissa, TheChoiceIsWithinFivePercentOfTheBest) {
 }
 
 TEST(Mantissa, UnitsOfDifferentMaximaArePooled) {
-  const auto x = draw(Data::laplace, 1 << 16, 1);
+  const auto x = draw(MantissaValues::laplace, 1 << 16, 1);
   MagnitudeHistogram pooled, other;
   double real = 0, total = 0;
   for (const float scale : {1.0f, .3f, 1.7e-3f, 900.0f}) {
@@ -132,7 +132,7 @@ TEST(Mantissa, UnitsOfDifferentMaximaArePooled) {
     const double unit = std::exp2(std::ilogb(max));
     other.add(y, max);
     for (const float v : y) {
-      const double off = (double(v) - RangeFloat{8, 4, max, false}.through(v)) / unit;
+      const double off = (double(v) - ReferenceRangeFloat{8, 4, max, false}.through(v)) / unit;
       real += off * off;
       total += double(v) / unit * v / unit;
     }
@@ -143,7 +143,7 @@ TEST(Mantissa, UnitsOfDifferentMaximaArePooled) {
 }
 
 TEST(Mantissa, WeightsCountAndOrderDoesNot) {
-  const auto x = draw(Data::lognormal, 3000, 1);
+  const auto x = draw(MantissaValues::lognormal, 3000, 1);
   const std::span<const float> all(x);
   const float max = largest(x);
   MagnitudeHistogram whole, parts, tail, thrice;

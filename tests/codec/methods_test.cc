@@ -6,8 +6,8 @@
 #include <cmath>
 #include <random>
 
-#include "codec/bed.h"
 #include "codec/optquant/levels.h"
+#include "codec/test_devices.h"
 #include "gradwire/error.h"
 #include "gradwire/learn.h"
 #include "gradwire/message.h"
@@ -41,9 +41,9 @@ std::vector<float> student(uint64_t count, uint32_t seed = 1) {
 }
 
 std::vector<float> through(const Codec& codec, const std::vector<float>& x, const Stamp& stamp = {.seed = 1}) {
-  const Bed bed(Device{});
+  const TestDevice device(Device{});
   const Plan plan({{"w", x.size(), DType::f32, codec}});
-  return values_of(bed.decode(plan, bed.encode(plan, {raw_of(x)}, stamp))[0]);
+  return values_of(device.decode(plan, device.encode(plan, {raw_of(x)}, stamp))[0]);
 }
 
 std::vector<float> fitted_through(const std::string& spec, const std::vector<float>& x) {
@@ -182,16 +182,16 @@ TEST(OptQuant, TheDeadZoneNeedsFeedback) {
       for (size_t i = 1; i < y.size(); ++i) ASSERT_EQ(y[i], 0.0f) << kappa;
     }
     // With feedback the sum of what was sent follows T g within half a cell.
-    const Bed bed(Device{});
+    const TestDevice device(Device{});
     const Plan plan({{"w", g.size(), DType::f32, codec}});
-    Feedback feedback{{raw_of(std::vector<float>(g.size()))}};
+    TestFeedback feedback{{raw_of(std::vector<float>(g.size()))}};
     std::vector<double> sent(g.size());
     const int steps = 200;
     for (int step = 0; step < steps; ++step) {
       std::vector<Raw> after;
       const Raw message =
-          bed.encode(plan, {raw_of(g)}, {.seed = 1, .step = static_cast<uint64_t>(step)}, &feedback, &after);
-      const std::vector<float> y = values_of(bed.decode(plan, message)[0]);
+          device.encode(plan, {raw_of(g)}, {.seed = 1, .step = static_cast<uint64_t>(step)}, &feedback, &after);
+      const std::vector<float> y = values_of(device.decode(plan, message)[0]);
       for (size_t i = 0; i < y.size(); ++i) sent[i] += y[i];
       feedback.before = after;
     }
@@ -249,7 +249,7 @@ TEST(Casq, MergedTablesAreTheMeanWhereSendersAgreeAndCloseWhereTheyDoNot) {
   const std::vector<float> base = laplace(50'000);
   const Codec codec = fit(plain, base.data(), base.size(), DType::f32);
   const Plan plan({{"w", base.size(), DType::f32, codec}});
-  const Bed bed(Device{});
+  const TestDevice device(Device{});
   ASSERT_TRUE(can_merge(plan));
   EXPECT_FALSE(can_merge(Plan({{"w", 10, DType::f32, Codec::parse("casq")}})));
   const auto merged = [&](const std::vector<Raw>& messages) {
@@ -259,9 +259,9 @@ TEST(Casq, MergedTablesAreTheMeanWhereSendersAgreeAndCloseWhereTheyDoNot) {
     decode_merged(plan, views, to);
     return out;
   };
-  const Raw one = bed.encode(plan, {raw_of(base)}, {});
-  EXPECT_EQ(merged({one}), values_of(bed.decode(plan, one)[0]));
-  EXPECT_EQ(merged({one, one, one}), values_of(bed.decode(plan, one)[0]));
+  const Raw one = device.encode(plan, {raw_of(base)}, {});
+  EXPECT_EQ(merged({one}), values_of(device.decode(plan, one)[0]));
+  EXPECT_EQ(merged({one, one, one}), values_of(device.decode(plan, one)[0]));
   // Gradients with a common part: merging is an approximation, and no better than decoding each.
   std::vector<Raw> messages;
   std::vector<float> mean(base.size()), each(base.size());
@@ -269,8 +269,8 @@ TEST(Casq, MergedTablesAreTheMeanWhereSendersAgreeAndCloseWhereTheyDoNot) {
     const std::vector<float> noise = laplace(base.size(), 10 + w);
     std::vector<float> x(base.size());
     for (size_t i = 0; i < x.size(); ++i) mean[i] += (x[i] = base[i] + 0.3f * noise[i]) / 4;
-    messages.push_back(bed.encode(plan, {raw_of(x)}, {}));
-    const std::vector<float> y = values_of(bed.decode(plan, messages.back())[0]);
+    messages.push_back(device.encode(plan, {raw_of(x)}, {}));
+    const std::vector<float> y = values_of(device.decode(plan, messages.back())[0]);
     for (size_t i = 0; i < y.size(); ++i) each[i] += y[i] / 4;
   }
   const double apart = relative_error(mean, each), together = relative_error(mean, merged(messages));
@@ -279,7 +279,7 @@ TEST(Casq, MergedTablesAreTheMeanWhereSendersAgreeAndCloseWhereTheyDoNot) {
   // A marked sender marks the mean; a damaged message is refused.
   std::vector<float> bad = base;
   bad[7] = NAN;
-  EXPECT_TRUE(std::isnan(merged({one, bed.encode(plan, {raw_of(bad)}, {})})[100]));
+  EXPECT_TRUE(std::isnan(merged({one, device.encode(plan, {raw_of(bad)}, {})})[100]));
   Raw damaged = one;
   damaged.back() ^= std::byte{1};
   EXPECT_THROW(merged({one, damaged}), Error);
@@ -291,13 +291,13 @@ TEST(Casq, FeedbackStaysBounded) {
   for (float v : g) norm += static_cast<double>(v) * v;
   for (const char* spec : {"casq:bits=2", "casq:bits=2,mode=paper,budget=0.1"}) {
     const Codec codec = fit(Codec::parse(spec), g.data(), g.size(), DType::f32);
-    const Bed bed(Device{});
+    const TestDevice device(Device{});
     const Plan plan({{"w", g.size(), DType::f32, codec}});
-    Feedback feedback{{raw_of(std::vector<float>(g.size()))}};
+    TestFeedback feedback{{raw_of(std::vector<float>(g.size()))}};
     double worst = 0;
     for (uint64_t step = 0; step < 300; ++step) {
       std::vector<Raw> after;
-      bed.encode(plan, {raw_of(g)}, {.step = step}, &feedback, &after);
+      device.encode(plan, {raw_of(g)}, {.step = step}, &feedback, &after);
       feedback.before = after;
       double owed = 0;
       for (float e : values_of(after[0])) owed += static_cast<double>(e) * e;
@@ -313,13 +313,13 @@ TEST(RangeFloat, ThePapersExampleComesOutExactly) {
   // m = 3, range [-2, 2], eps = 0.125: 0.256 has code 9 and decodes to 0.25.
   const Codec codec = Codec::parse("rangefloat:bits=8,mantissa=3,min=-2,max=2,eps=0.125,mode=paper");
   const std::vector<float> x = {0.256f, -0.256f, 2, 2.5f, -2, 0.124f, 0.125f, 0};
-  const Bed bed(Device{});
+  const TestDevice device(Device{});
   const Plan plan({{"w", x.size(), DType::f32, codec}});
-  const Raw message = bed.encode(plan, {raw_of(x)}, {});
+  const Raw message = device.encode(plan, {raw_of(x)}, {});
   const Head head = read_head(message);
   EXPECT_EQ(static_cast<int>(message[head.head_bytes]), 9);
   EXPECT_EQ(static_cast<int>(message[head.head_bytes + 1]), 33 + 9);  // 33 positive codes, then the negative ones
-  EXPECT_EQ(values_of(bed.decode(plan, message)[0]), (std::vector<float>{0.25f, -0.25f, 2, 2, -2, 0, 0.125f, 0}));
+  EXPECT_EQ(values_of(device.decode(plan, message)[0]), (std::vector<float>{0.25f, -0.25f, 2, 2, -2, 0, 0.125f, 0}));
 }
 
 TEST(RangeFloat, TheLargestNegativeHasNoCodeWhenHalfOfAllArePositive) {

@@ -13,7 +13,7 @@
 namespace gradwire {
 namespace {
 
-using namespace rig;
+using namespace test;
 using Groups = std::vector<std::vector<size_t>>;
 
 std::vector<NamedTensor> small_model() {
@@ -59,10 +59,10 @@ struct World {
   }
 
   // One step; results of all ranks. `touch` may spoil what rank `to` receives.
-  std::vector<Data> step(uint64_t number, const Groups& groups, const std::function<Data(int)>& inputs,
-                         const StepOptions& how = {}, const std::vector<uint8_t>& idle = {},
-                         const std::function<void(size_t to, std::vector<std::byte>&)>& touch = {}) {
-    std::vector<Data> in, out(size(), Data(tensors));
+  std::vector<TensorValues> step(uint64_t number, const Groups& groups, const std::function<TensorValues(int)>& inputs,
+                                 const StepOptions& how = {}, const std::vector<uint8_t>& idle = {},
+                                 const std::function<void(size_t to, std::vector<std::byte>&)>& touch = {}) {
+    std::vector<TensorValues> in, out(size(), TensorValues(tensors));
     for (size_t r = 0; r < size(); ++r) {
       in.push_back(inputs(static_cast<int>(r)));
       models[r]->begin(number, how);
@@ -134,7 +134,7 @@ ReduceOptions options_of(const std::string& spec, Method method = Method::scatte
   return options;
 }
 
-std::function<Data(int)> gradients_of(const std::vector<NamedTensor>& tensors, uint64_t step) {
+std::function<TensorValues(int)> gradients_of(const std::vector<NamedTensor>& tensors, uint64_t step) {
   return [&tensors, step](int rank) { return gradients(tensors, rank, step); };
 }
 
@@ -145,7 +145,8 @@ TEST(Coder, GivesTheReducersBitsAndResiduals) {
       for (int world : {1, 3}) {
         const ReduceOptions options = options_of(spec, method);
         World buckets(world, tensors, options);
-        std::vector<std::vector<Data>> expected(3, std::vector<Data>(static_cast<size_t>(world), Data(tensors)));
+        std::vector<std::vector<TensorValues>> expected(
+            3, std::vector<TensorValues>(static_cast<size_t>(world), TensorValues(tensors)));
         std::vector<uint64_t> hashes(static_cast<size_t>(world));
         run_loopback(world, [&](Engine& engine) {
           Reducer reducer(engine, tensors, options);
@@ -156,7 +157,7 @@ TEST(Coder, GivesTheReducersBitsAndResiduals) {
           hashes[rank] = reducer.feedback().hash();
         });
         for (uint64_t step = 0; step < 3; ++step) {
-          const std::vector<Data> got = buckets.step(step, one_group(tensors), gradients_of(tensors, step));
+          const std::vector<TensorValues> got = buckets.step(step, one_group(tensors), gradients_of(tensors, step));
           for (size_t r = 0; r < got.size(); ++r)
             EXPECT_TRUE(got[r] == expected[step][r])
                 << spec << ' ' << name_of(method) << " world " << world << " step " << step << " rank " << r;
@@ -171,8 +172,8 @@ TEST(Coder, WhatTravelsTogetherChangesNothing) {
   for (const std::string& spec : all_specs()) {
     World a(3, tensors, options_of(spec)), b(3, tensors, options_of(spec));
     for (uint64_t step = 0; step < 4; ++step) {
-      const std::vector<Data> x = a.step(step, whole, gradients_of(tensors, step));
-      const std::vector<Data> y = b.step(step, step % 2 ? each : mixed, gradients_of(tensors, step));
+      const std::vector<TensorValues> x = a.step(step, whole, gradients_of(tensors, step));
+      const std::vector<TensorValues> y = b.step(step, step % 2 ? each : mixed, gradients_of(tensors, step));
       expect_identical(x, spec);
       for (size_t r = 0; r < x.size(); ++r) EXPECT_TRUE(x[r] == y[r]) << spec << " step " << step << " rank " << r;
       EXPECT_EQ(a.hashes(), b.hashes()) << spec << " step " << step;
@@ -187,8 +188,8 @@ TEST(Coder, LargeTensorsMayTravelInParts) {
     if (!b.models[0]->divisible(0)) continue;
     b.parts = 3;
     for (uint64_t step = 0; step < 2; ++step) {
-      const std::vector<Data> x = a.step(step, {{0}, {1}}, gradients_of(tensors, step)),
-                              y = b.step(step, {{0}, {1}}, gradients_of(tensors, step));
+      const std::vector<TensorValues> x = a.step(step, {{0}, {1}}, gradients_of(tensors, step)),
+                                      y = b.step(step, {{0}, {1}}, gradients_of(tensors, step));
       for (size_t r = 0; r < x.size(); ++r) EXPECT_TRUE(x[r] == y[r]) << spec << " step " << step << " rank " << r;
       EXPECT_EQ(a.hashes(), b.hashes()) << spec << " step " << step;
     }
@@ -208,20 +209,20 @@ TEST(Coder, AnInfOnOneRankSkipsTheStepForAll) {
       }
       const std::vector<uint64_t> hashes = skipped.hashes();
       for (float scale : {65536.0f, 32768.0f}) {
-        const std::vector<Data> out = skipped.step(2, {{0, 3}, {1, 2, 4, 5}},
-                                                   [&](int rank) {
-                                                     Data data = gradients(tensors, rank, 2);
-                                                     if (rank == 1)
-                                                       data.set(2, 12'345, std::numeric_limits<float>::infinity());
-                                                     return data;
-                                                   },
-                                                   {.loss_scale = scale});
-        for (const Data& data : out) EXPECT_FALSE(std::isfinite(data.get(2, 12'345))) << spec;
+        const std::vector<TensorValues> out =
+            skipped.step(2, {{0, 3}, {1, 2, 4, 5}},
+                         [&](int rank) {
+                           TensorValues data = gradients(tensors, rank, 2);
+                           if (rank == 1) data.set(2, 12'345, std::numeric_limits<float>::infinity());
+                           return data;
+                         },
+                         {.loss_scale = scale});
+        for (const TensorValues& data : out) EXPECT_FALSE(std::isfinite(data.get(2, 12'345))) << spec;
         EXPECT_EQ(skipped.hashes(), hashes) << spec << ' ' << name_of(method);
       }
       for (auto& model : skipped.models) EXPECT_EQ(model->skipped(), 2u);
-      const std::vector<Data> x = skipped.step(2, one_group(tensors), gradients_of(tensors, 2)),
-                              y = plain.step(2, one_group(tensors), gradients_of(tensors, 2));
+      const std::vector<TensorValues> x = skipped.step(2, one_group(tensors), gradients_of(tensors, 2)),
+                                      y = plain.step(2, one_group(tensors), gradients_of(tensors, 2));
       for (size_t r = 0; r < x.size(); ++r)
         EXPECT_TRUE(x[r] == y[r]) << spec << ": the skipped step left something behind";
       EXPECT_EQ(skipped.hashes(), plain.hashes()) << spec;
@@ -236,10 +237,10 @@ TEST(Coder, IdleTensorsKeepTheirResidual) {
   for (auto& model : world.models) owed.push_back(model->feedback().residual(Direction::up, "embed"));
   std::vector<uint8_t> idle(tensors.size());
   idle[2] = 1;
-  const std::vector<Data> out = world.step(
+  const std::vector<TensorValues> out = world.step(
       1, one_group(tensors),
       [&](int rank) {
-        Data data = gradients(tensors, rank, 1);
+        TensorValues data = gradients(tensors, rank, 1);
         for (uint64_t i = 0; i < tensors[2].count; ++i) data.set(2, i, 0);
         return data;
       },
@@ -255,10 +256,10 @@ TEST(Coder, AnExactStepSendsAllResiduals) {
   World world(4, tensors, options_of("qsgd:bits=2"));
   std::vector<double> given(tensors[0].count), received(tensors[0].count);
   for (uint64_t step = 0; step < 3; ++step) {
-    const std::vector<Data> out =
+    const std::vector<TensorValues> out =
         world.step(step, one_group(tensors), gradients_of(tensors, step), {.exact = step == 2});
     for (int r = 0; r < 4; ++r) {
-      const Data own = gradients(tensors, r, step);
+      const TensorValues own = gradients(tensors, r, step);
       for (uint64_t i = 0; i < given.size(); ++i) given[i] += own.get(0, i) / 4.0;
     }
     for (uint64_t i = 0; i < given.size(); ++i) received[i] += out[0].get(0, i);
@@ -326,7 +327,7 @@ TEST(Coder, EachDirectionAloneIsExact) {
     all.insert(all.end(), message.begin(), message.end());
   }
   for (size_t r = 0; r < 3; ++r) {
-    Data out(tensors);
+    TensorValues out(tensors);
     buckets[r]->decode_down(all, out.out());
     for (size_t p = 0; p < 3; ++p) EXPECT_EQ(out.get(p, 77), mine[p][77]);
   }
@@ -355,8 +356,8 @@ TEST(Coder, DecodesItsOwnMessagesAsOthersSeeThem) {
   model.begin(0, {});
   BucketCoder bucket(model, one_group(tensors)[0], Device{});
   bucket.begin();
-  const Data in = gradients(tensors, 1, 0);
-  Data seen(tensors);
+  const TensorValues in = gradients(tensors, 1, 0);
+  TensorValues seen(tensors);
   std::vector<std::byte> sent(total(bucket.up_send()));
   bucket.encode_up(in.in(), sent);
   bucket.decode_own(sent, seen.out());
@@ -385,7 +386,7 @@ TEST(Coder, MisuseIsRefusedByName) {
   model.begin(0, {});
   bucket.begin();
   std::vector<std::byte> send(total(bucket.up_send()));
-  const Data in = gradients(tensors, 0, 0);
+  const TensorValues in = gradients(tensors, 0, 0);
   EXPECT_EQ(refused([&] { bucket.encode_up(std::vector<const void*>{in.in()[0]}, send); }), "in");
   EXPECT_EQ(refused([&] { bucket.encode_up(std::vector<const void*>{in.in()[0], nullptr}, send); }), "in");
   EXPECT_EQ(

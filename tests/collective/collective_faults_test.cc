@@ -6,19 +6,15 @@
 #include <optional>
 
 #include "collective/collective_fixture.h"
+#include "core/clock.h"
 
 namespace gradwire {
 namespace {
 
-using namespace rig;
+using namespace test;
 using namespace std::chrono_literals;
-using Clock = std::chrono::steady_clock;
 
 const std::vector<NamedTensor> kList{{"a", 5000, DType::f32, 2}, {"b", 40'000, DType::f32, 1}, {"c", 3, DType::f16, 1}};
-
-bool mentions(const Outcome& outcome, const std::string& words) {
-  return outcome.text.find(words) != std::string::npos;
-}
 
 void expect_mismatch(const std::vector<Outcome>& results, int rank, const std::string& field, const std::string& theirs,
                      const std::string& ours) {
@@ -49,7 +45,7 @@ void expect_disagreement(int odd, const std::string& field, const std::string& t
     }
     EXPECT_LT(engine.bytes_sent(), 10'000u);
     Reducer again(engine, kList, {.up = "fp32"});
-    Data data = gradients(kList, engine.rank(), 0);
+    TensorValues data = gradients(kList, engine.rank(), 0);
     again.run(1, data.in(), data.out());
     usable.of(engine) = 1;
     if (error) throw *error;
@@ -109,12 +105,12 @@ TEST(Disagreement, OfSeveralRanksNamesThemAll) {
 // step, loss scale, or another list: found before data move, so the residuals stay and the reducer goes on.
 TEST(Disagreement, AboutTheStepIsNamedBeforeDataMove) {
   const auto check = [](const std::string& field, const std::string& theirs, const std::string& ours,
-                        const std::function<void(Reducer&, Reducer&, Data&, bool odd)>& run) {
+                        const std::function<void(Reducer&, Reducer&, TensorValues&, bool odd)>& run) {
     PerRank<uint64_t> sent(3);
     PerRank<int> usable(3);
     const auto results = outcomes(3, [&](Engine& engine) {
       Reducer reducer(engine, kList, {.up = "onebit"}), other(engine, {{"z", 5}}, {.up = "onebit"});
-      Data data = gradients(kList, engine.rank(), 0);
+      TensorValues data = gradients(kList, engine.rank(), 0);
       reducer.run(0, data.in(), data.out());
       const uint64_t hash = reducer.feedback().hash(), before = engine.bytes_sent();
       std::optional<Error> error;
@@ -134,12 +130,13 @@ TEST(Disagreement, AboutTheStepIsNamedBeforeDataMove) {
     for (uint64_t bytes : sent.values) EXPECT_LE(bytes, 300u) << field;
     for (int u : usable.values) EXPECT_TRUE(u) << field;
   };
-  check("step", "'8'", "'7'",
-        [](Reducer& reducer, Reducer&, Data& data, bool odd) { reducer.run(odd ? 8 : 7, data.in(), data.out()); });
-  check("loss_scale", "'2'", "'1'", [](Reducer& reducer, Reducer&, Data& data, bool odd) {
+  check("step", "'8'", "'7'", [](Reducer& reducer, Reducer&, TensorValues& data, bool odd) {
+    reducer.run(odd ? 8 : 7, data.in(), data.out());
+  });
+  check("loss_scale", "'2'", "'1'", [](Reducer& reducer, Reducer&, TensorValues& data, bool odd) {
     reducer.run(7, data.in(), data.out(), odd ? 2.0f : 1.0f);
   });
-  check("handshake", "another", "rank 0", [](Reducer& reducer, Reducer& other, Data& data, bool odd) {
+  check("handshake", "another", "rank 0", [](Reducer& reducer, Reducer& other, TensorValues& data, bool odd) {
     const std::vector<const void*> in = data.in();
     const std::vector<void*> out = data.out();
     (odd ? other : reducer).run(7, std::span(in).first(odd ? 1 : 3), std::span(out).first(odd ? 1 : 3));
@@ -148,12 +145,12 @@ TEST(Disagreement, AboutTheStepIsNamedBeforeDataMove) {
 
 TEST(Disagreement, OfTheHalvesIsNamed) {
   const auto results = outcomes(2, [&](Engine& engine) {
-    Data data = gradients(kList, 0, 0);
+    TensorValues data = gradients(kList, 0, 0);
     broadcast(engine, kList, {}, 4, engine.rank(), data.out());
   });
   for (const Outcome& result : results) EXPECT_EQ(result.field, "root") << result.text;
   const auto steps = outcomes(3, [&](Engine& engine) {
-    Data data = gradients(kList, 0, 0);
+    TensorValues data = gradients(kList, 0, 0);
     broadcast(engine, kList, {}, engine.rank() == 1 ? 5 : 4, 0, data.out());
   });
   expect_mismatch(steps, 1, "step", "'5'", "'4'");
@@ -162,12 +159,12 @@ TEST(Disagreement, OfTheHalvesIsNamed) {
 // ---- one rank cannot
 
 // The rank's own error on that rank, a mismatch that quotes it on the others, and all can go on.
-void expect_one_fails(const std::function<void(Engine&, Reducer&, Data&, bool fails)>& body, const std::string& field,
-                      const std::string& words) {
+void expect_one_fails(const std::function<void(Engine&, Reducer&, TensorValues&, bool fails)>& body,
+                      const std::string& field, const std::string& words) {
   PerRank<int> usable(3);
   const auto results = outcomes(3, [&](Engine& engine) {
     Reducer reducer(engine, kList, {.up = "onebit", .commit = Commit::manual});
-    Data data = gradients(kList, engine.rank(), 0);
+    TensorValues data = gradients(kList, engine.rank(), 0);
     std::optional<Error> error;
     try {
       body(engine, reducer, data, engine.rank() == 1);
@@ -190,14 +187,14 @@ void expect_one_fails(const std::function<void(Engine&, Reducer&, Data&, bool fa
 
 TEST(OneRank, WithAMissingPointerStopsAllAtOnce) {
   expect_one_fails(
-      [](Engine&, Reducer& reducer, Data& data, bool fails) {
+      [](Engine&, Reducer& reducer, TensorValues& data, bool fails) {
         std::vector<void*> out = data.out();
         if (fails) out[1] = nullptr;
         reducer.run(5, data.in(), out);
       },
       "out", "'b'");
   expect_one_fails(
-      [](Engine&, Reducer& reducer, Data& data, bool fails) {
+      [](Engine&, Reducer& reducer, TensorValues& data, bool fails) {
         const auto in = data.in();
         reducer.run(5, std::span(in).first(fails ? 2 : 3), data.out());
       },
@@ -206,7 +203,7 @@ TEST(OneRank, WithAMissingPointerStopsAllAtOnce) {
 
 TEST(OneRank, WithAnOpenStepStopsAllAtOnce) {
   expect_one_fails(
-      [](Engine&, Reducer& reducer, Data& data, bool fails) {
+      [](Engine&, Reducer& reducer, TensorValues& data, bool fails) {
         reducer.run(6, data.in(), data.out());
         if (!fails) reducer.commit(6);
         reducer.run(7, data.in(), data.out());
@@ -215,11 +212,11 @@ TEST(OneRank, WithAnOpenStepStopsAllAtOnce) {
 }
 
 TEST(OneRank, WithABadSpecStopsAllAtOnce) {
-  expect_one_fails([](Engine& engine, Reducer&, Data&,
+  expect_one_fails([](Engine& engine, Reducer&, TensorValues&,
                       bool fails) { Reducer(engine, kList, {.up = fails ? "qsgd:bits=99" : "qsgd:bits=4"}); },
                    "bits", "bits");
   expect_one_fails(
-      [](Engine& engine, Reducer&, Data&, bool fails) {
+      [](Engine& engine, Reducer&, TensorValues&, bool fails) {
         Reducer(engine, {{"a", 1}, {fails ? "a" : "b", 2}}, {});
       },
       "name", "stands twice");
@@ -227,14 +224,14 @@ TEST(OneRank, WithABadSpecStopsAllAtOnce) {
 
 TEST(OneRank, WithABadHalfStopsAllAtOnce) {
   expect_one_fails(
-      [](Engine& engine, Reducer&, Data& data, bool fails) {
+      [](Engine& engine, Reducer&, TensorValues& data, bool fails) {
         uint64_t elements = fails ? 1 : 0;
         for (const Shard& shard : shards(kList, 3)) elements += shard.owner == engine.rank() ? shard.count : 0;
         std::vector<float> out(elements);
         reduce_scatter(engine, kList, {}, 5, data.in(), out);
       },
       "out", "this rank's shards");
-  expect_one_fails([](Engine& engine, Reducer&, Data& data,
+  expect_one_fails([](Engine& engine, Reducer&, TensorValues& data,
                       bool fails) { broadcast(engine, kList, {}, 5, fails ? 3 : 0, data.out()); },
                    "root", "allowed are 0 to 2");
 }
@@ -244,7 +241,7 @@ TEST(OneRank, BadArgumentsInAWorldOfOneAreUsage) {
   EXPECT_EQ(outcome_of([&] { Reducer(*engines[0], kList, {.up = "nonsense"}); }).kind, ErrorKind::usage);
   EXPECT_EQ(outcome_of([&] { Reducer(*engines[0], kList, {.residual = DType::f16}); }).field, "residual");
   Reducer reducer(*engines[0], kList, {.up = "onebit", .commit = Commit::manual});
-  Data data = gradients(kList, 0, 0);
+  TensorValues data = gradients(kList, 0, 0);
   EXPECT_EQ(outcome_of([&] { reducer.run(0, data.in(), {}); }).field, "out");
   EXPECT_EQ(outcome_of([&] { reducer.run(0, data.in(), data.out(), 0.0f); }).field, "loss_scale");
   reducer.run(0, data.in(), data.out());
@@ -280,17 +277,17 @@ TEST(LostRank, ThatNeverComesIsNamedWithinTheTimeout) {
   const auto results = outcomes(3, [&](Engine& engine) {
     engine.set_timeout(300ms);
     Reducer reducer(engine, kList, {.up = "onebit"});
-    Data data = gradients(kList, engine.rank(), 0);
+    TensorValues data = gradients(kList, engine.rank(), 0);
     reducer.run(0, data.in(), data.out());
     if (engine.rank() == 2) {
       others_done.wait();  // alive, but busy with something else
       return;
     }
     const uint64_t hash = reducer.feedback().hash();
-    const auto start = Clock::now();
+    const auto start = SteadyClock::now();
     const Outcome first = outcome_of([&] { reducer.run(1, data.in(), data.out()); });
     const Outcome second = outcome_of([&] { reducer.run(2, data.in(), data.out()); });
-    EXPECT_LT(Clock::now() - start, 10s);
+    EXPECT_LT(SteadyClock::now() - start, 10s);
     EXPECT_EQ(first.text, second.text) << "the engine stays poisoned with the same words";
     EXPECT_EQ(reducer.feedback().hash(), hash);
     others_done.count_down();
@@ -303,11 +300,11 @@ TEST(LostRank, ThatNeverComesIsNamedWithinTheTimeout) {
 }
 
 TEST(LostRank, ThatThrowsEndsAllAtOnce) {
-  const auto start = Clock::now();
+  const auto start = SteadyClock::now();
   const Outcome result = outcome_of([&] {
     run_loopback(4, [&](Engine& engine) {
       Reducer reducer(engine, kList, {.up = "onebit"});
-      Data data = gradients(kList, engine.rank(), 0);
+      TensorValues data = gradients(kList, engine.rank(), 0);
       for (uint64_t step = 0; step < 5; ++step) {
         if (step == 3 && engine.rank() == 1) throw Error(ErrorKind::io, "the disk is full", "", 1);
         Handle handle = reducer.start(step, data.in(), data.out());
@@ -316,7 +313,7 @@ TEST(LostRank, ThatThrowsEndsAllAtOnce) {
     });
   });
   EXPECT_EQ(result.text, "the disk is full");
-  EXPECT_LT(Clock::now() - start, 30s) << "the others waited for the time-out";
+  EXPECT_LT(SteadyClock::now() - start, 30s) << "the others waited for the time-out";
 }
 
 // ---- damaged bytes
@@ -369,8 +366,8 @@ void expect_refusal(Method method, const std::string& field,
     Meddler meddler(
         engine, engine.rank() == 1 ? make(step) : [](std::span<const Bytes>) {});
     Reducer reducer(meddler, kList, {.method = method, .up = "onebit"});
-    const Data in = gradients(kList, engine.rank(), 0);
-    Data out(kList);
+    const TensorValues in = gradients(kList, engine.rank(), 0);
+    TensorValues out(kList);
     for (; step < 3; ++step) {
       const uint64_t hash = reducer.feedback().hash();
       try {

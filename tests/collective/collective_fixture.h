@@ -14,10 +14,11 @@
 #include <vector>
 
 #include "core/bits.h"
+#include "engine/outcome.h"
 #include "gradwire/collective.h"
 #include "gradwire/error.h"
 
-namespace gradwire::rig {
+namespace gradwire::test {
 
 using Method = ReduceOptions::Method;
 using Op = ReduceOptions::Op;
@@ -42,8 +43,8 @@ inline std::vector<std::string> all_specs() {
 }
 
 // The bytes of a list of tensors, each in its own type.
-struct Data {
-  explicit Data(const std::vector<NamedTensor>& list) : tensors(list) {
+struct TensorValues {
+  explicit TensorValues(const std::vector<NamedTensor>& list) : tensors(list) {
     for (const NamedTensor& t : list) bytes.emplace_back(t.count * bytes_of(t.dtype), std::byte{0xcd});
   }
   float get(size_t t, uint64_t i) const {
@@ -71,7 +72,7 @@ struct Data {
     for (auto& b : bytes) pointers.push_back(b.data());
     return pointers;
   }
-  friend bool operator==(const Data& a, const Data& b) { return a.bytes == b.bytes; }
+  friend bool operator==(const TensorValues& a, const TensorValues& b) { return a.bytes == b.bytes; }
 
   std::vector<NamedTensor> tensors;
   std::vector<std::vector<std::byte>> bytes;
@@ -79,8 +80,8 @@ struct Data {
 
 // Gradients of a rank at a step: sums of four uniform numbers, with standard deviation 0.01 and magnitude below 0.035.
 // They hang on the tensor's name, not on its place in the list: regrouped lists have the same values.
-inline Data gradients(const std::vector<NamedTensor>& tensors, int rank, uint64_t step) {
-  Data data(tensors);
+inline TensorValues gradients(const std::vector<NamedTensor>& tensors, int rank, uint64_t step) {
+  TensorValues data(tensors);
   for (size_t t = 0; t < tensors.size(); ++t) {
     const uint64_t key = mix64(hash_name(tensors[t].name) + mix64(step * 1000 + static_cast<uint64_t>(rank) + 1));
     for (uint64_t i = 0; i < tensors[t].count; ++i) {
@@ -90,23 +91,6 @@ inline Data gradients(const std::vector<NamedTensor>& tensors, int rank, uint64_
     }
   }
   return data;
-}
-
-// What a rank threw, if anything.
-struct Outcome {
-  bool threw = false;
-  ErrorKind kind = ErrorKind::usage;
-  std::string text, field;
-  int rank = -1;
-};
-
-inline Outcome outcome_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& e) {
-    return {true, e.kind(), e.what(), e.field(), e.rank()};
-  }
-  return {};
 }
 
 // Runs body(engine) on a thread per rank; engines live until all have ended.
@@ -130,19 +114,20 @@ struct PerRank {
 };
 
 // All ranks' results of one reduction of `inputs(rank)`.
-inline std::vector<Data> reduce(int world, const std::vector<NamedTensor>& tensors, const ReduceOptions& options,
-                                const std::function<Data(int rank)>& inputs, uint64_t step = 3) {
-  std::vector<Data> results(static_cast<size_t>(world), Data(tensors));
+inline std::vector<TensorValues> reduce(int world, const std::vector<NamedTensor>& tensors,
+                                        const ReduceOptions& options,
+                                        const std::function<TensorValues(int rank)>& inputs, uint64_t step = 3) {
+  std::vector<TensorValues> results(static_cast<size_t>(world), TensorValues(tensors));
   run_loopback(world, [&](Engine& engine) {
     Reducer reducer(engine, tensors, options);
-    const Data in = inputs(engine.rank());
-    Data& out = results[static_cast<size_t>(engine.rank())];
+    const TensorValues in = inputs(engine.rank());
+    TensorValues& out = results[static_cast<size_t>(engine.rank())];
     reducer.run(step, in.in(), out.out());
   });
   return results;
 }
 
-inline void expect_identical(const std::vector<Data>& ranks, const std::string& what) {
+inline void expect_identical(const std::vector<TensorValues>& ranks, const std::string& what) {
   for (size_t r = 1; r < ranks.size(); ++r)
     EXPECT_TRUE(ranks[r] == ranks[0]) << what << ": rank " << r << " differs from 0";
 }
@@ -182,4 +167,4 @@ inline std::vector<NamedTensor> resnet50() {
   return list;
 }
 
-}  // namespace gradwire::rig
+}  // namespace gradwire::test

@@ -9,7 +9,7 @@
 namespace gradwire {
 namespace {
 
-using namespace rig;
+using namespace test;
 
 TEST(Meter, TimesGrowWithEveryStepAndPartsDoNotOverlap) {
   const std::vector<NamedTensor> tensors{{"w", 1'000'000}};
@@ -20,7 +20,7 @@ TEST(Meter, TimesGrowWithEveryStepAndPartsDoNotOverlap) {
           Reducer reducer(engine, tensors, {.method = method, .up = codec, .device = {.threads = threads}});
           ReduceTimes last = reducer.times();
           EXPECT_EQ(last.encode + last.wait + last.decode, 0.0) << "nothing was reduced yet";
-          Data data = gradients(tensors, engine.rank(), 0);
+          TensorValues data = gradients(tensors, engine.rank(), 0);
           for (uint64_t step = 0; step < 3; ++step) {
             const auto begin = std::chrono::steady_clock::now();
             reducer.run(step, data.in(), data.out());
@@ -43,7 +43,7 @@ TEST(Meter, APeersWorkIsWaiting) {
   std::shared_future<void> held = hold.get_future().share();
   run_loopback(2, [&](Engine& engine) {
     Reducer reducer(engine, tensors, {.up = "qsgd:bits=4"});
-    Data data = gradients(tensors, engine.rank(), 0);
+    TensorValues data = gradients(tensors, engine.rank(), 0);
     if (engine.rank() == 1) {
       held.wait();
       return reducer.run(0, data.in(), data.out());
@@ -73,7 +73,7 @@ TEST(Meter, MemoryIsWhatIsHeld) {
     PerRank<ReduceMemory> all(world);
     run_loopback(world, [&](Engine& engine) {
       Reducer reducer(engine, tensors, options);
-      Data data = gradients(tensors, engine.rank(), 0);
+      TensorValues data = gradients(tensors, engine.rank(), 0);
       reducer.run(0, data.in(), data.out());
       all.of(engine) = reducer.memory();
       EXPECT_GE(all.of(engine).messages * static_cast<uint64_t>(world), reducer.message_bytes());
@@ -106,7 +106,7 @@ TEST(Meter, MemoryOfLargeMessagesIsGivenBack) {
   const std::vector<NamedTensor> tensors{{"w", 200'000}};
   run_loopback(2, [&](Engine& engine) {
     Reducer reducer(engine, tensors, {.method = Method::gather, .up = "casq:bits=2,start=1"});
-    Data data = gradients(tensors, engine.rank(), 0);
+    TensorValues data = gradients(tensors, engine.rank(), 0);
     std::vector<uint64_t> held;
     for (uint64_t step = 0; step < 2; ++step) {
       reducer.run(step, data.in(), data.out());

@@ -13,7 +13,7 @@
 namespace gradwire {
 namespace {
 
-using namespace rig;
+using namespace test;
 
 // Every residual of a rank, by direction and name.
 using ResidualMap = std::map<std::pair<Direction, std::string>, std::vector<float>>;
@@ -57,7 +57,7 @@ TEST(Grouping, AndOrderDoNotMatter) {
           for (const auto& group : groups) reducers.push_back(std::make_unique<Reducer>(engine, group, options));
           for (uint64_t step = 0; step < steps; ++step) {
             for (size_t g = 0; g < groups.size(); ++g) {
-              Data data = gradients(groups[g], engine.rank(), step);
+              TensorValues data = gradients(groups[g], engine.rank(), step);
               reducers[g]->run(step, data.in(), data.out());
               for (size_t t = 0; t < groups[g].size(); ++t) {
                 auto& all = values[me][groups[g][t].name];
@@ -96,11 +96,12 @@ TEST(SkippedStep, ChangesNoResidualOnAnyRank) {
                                   .feedback = Feedback::on,
                                   .commit = manual ? Commit::manual : Commit::if_finite};
       const uint64_t unit = Codec::parse(spec).traits().unit;
-      std::vector<Data> bad(world, Data(tensors)), after(world, Data(tensors)), control(world, Data(tensors));
+      std::vector<TensorValues> bad(world, TensorValues(tensors)), after(world, TensorValues(tensors)),
+          control(world, TensorValues(tensors));
       run_loopback(world, [&](Engine& engine) {
         const auto me = static_cast<size_t>(engine.rank());
         Reducer reducer(engine, tensors, options);
-        Data scratch = gradients(tensors, engine.rank(), 0);
+        TensorValues scratch = gradients(tensors, engine.rank(), 0);
         reducer.run(0, scratch.in(), scratch.out());
         if (manual) reducer.commit(0);
         const uint64_t before = reducer.feedback().hash();
@@ -121,7 +122,7 @@ TEST(SkippedStep, ChangesNoResidualOnAnyRank) {
 
       run_loopback(world, [&](Engine& engine) {  // as if step 1 had never been
         Reducer reducer(engine, tensors, options);
-        Data scratch = gradients(tensors, engine.rank(), 0);
+        TensorValues scratch = gradients(tensors, engine.rank(), 0);
         reducer.run(0, scratch.in(), scratch.out());
         if (manual) reducer.commit(0);
         scratch = gradients(tensors, engine.rank(), 2);
@@ -141,7 +142,7 @@ TEST(SkippedStep, LossScaleLeavesResidualsUnscaled) {
         run_loopback(2, [&](Engine& engine) {
           Reducer reducer(engine, tensors, {.method = method, .op = op, .up = "onebit"});
           for (uint64_t step = 0; step < 3; ++step) {
-            Data data = gradients(tensors, engine.rank(), step);
+            TensorValues data = gradients(tensors, engine.rank(), step);
             data.fill([copy = data, scale](size_t t, uint64_t i) { return copy.get(t, i) * scale; });
             reducer.run(step, data.in(), data.out(), scale);
           }
@@ -161,8 +162,8 @@ struct Books {
   std::mutex mutex;
 
   // In units of the mean: called by every rank after a step was committed.
-  void post(Engine& engine, const Data& in, const Data& out, bool last, ErrorFeedback& feedback, Method method,
-            float per) {
+  void post(Engine& engine, const TensorValues& in, const TensorValues& out, bool last, ErrorFeedback& feedback,
+            Method method, float per) {
     std::lock_guard lock(mutex);
     const double share = 1.0 / engine.size();
     for (size_t i = 0; i < given.size(); ++i) {
@@ -218,8 +219,8 @@ TEST(Debts, WhatArrivesAndWhatIsOwedAreWhatWasGiven) {
             Reducer reducer(engine, tensors,
                             {.method = method, .op = op, .up = codec, .feedback = Feedback::on, .residual = residual});
             for (uint64_t step = 0; step < steps; ++step) {
-              const Data in = gradients(tensors, engine.rank(), step);
-              Data out(tensors);
+              const TensorValues in = gradients(tensors, engine.rank(), step);
+              TensorValues out(tensors);
               reducer.run(step, in.in(), out.out());
               books.post(engine, in, out, step + 1 == steps, reducer.feedback(), method, op == Op::sum ? world : 1);
             }
@@ -243,8 +244,8 @@ TEST(Debts, SurviveAnotherWorldSize) {
           ErrorFeedback& mine = feedback[static_cast<size_t>(engine.rank())];
           if (first > 0) reducer.feedback() = std::move(mine);
           for (uint64_t step = first; step < first + steps; ++step) {
-            const Data in = gradients(tensors, engine.rank(), step);
-            Data out(tensors);
+            const TensorValues in = gradients(tensors, engine.rank(), step);
+            TensorValues out(tensors);
             reducer.run(step, in.in(), out.out());
             books.post(engine, in, out, last && step + 1 == first + steps, reducer.feedback(), Method::scatter, 1);
           }
@@ -272,12 +273,12 @@ TEST(Restart, GoesOnBitForBit) {
       for (const char* codec : {"qsgd:bits=3", "onebit", "*.bias=fp32;*=topk"}) {
         const ReduceOptions options{.method = method, .up = codec, .feedback = Feedback::on, .residual = residual};
         const auto path = [&](const Engine& engine) { return (folder / std::to_string(engine.rank())).string(); };
-        std::vector<Data> whole(world, Data(kModel)), resumed(world, Data(kModel));
+        std::vector<TensorValues> whole(world, TensorValues(kModel)), resumed(world, TensorValues(kModel));
         PerRank<uint64_t> hashes(world);
         run_loopback(world, [&](Engine& engine) {
           Reducer reducer(engine, kModel, options);
           for (uint64_t step = 0; step < 6; ++step) {
-            const Data in = gradients(kModel, engine.rank(), step);
+            const TensorValues in = gradients(kModel, engine.rank(), step);
             reducer.run(step, in.in(), whole[static_cast<size_t>(engine.rank())].out());
             if (step == 2) reducer.feedback().save(path(engine));
           }
@@ -287,7 +288,7 @@ TEST(Restart, GoesOnBitForBit) {
           Reducer reducer(engine, kModel, options);
           reducer.feedback() = ErrorFeedback::load(path(engine));
           for (uint64_t step = 3; step < 6; ++step) {
-            const Data in = gradients(kModel, engine.rank(), step);
+            const TensorValues in = gradients(kModel, engine.rank(), step);
             reducer.run(step, in.in(), resumed[static_cast<size_t>(engine.rank())].out());
           }
           EXPECT_EQ(hashes.of(engine), reducer.feedback().hash());
@@ -306,7 +307,7 @@ TEST(Restart, AStateOfOtherShapesIsRefusedOnAllRanks) {
       other.add(Direction::up, "a", 50);
       reducer.feedback() = std::move(other);
     }
-    Data data = gradients({{"a", 100}}, 0, 0);
+    TensorValues data = gradients({{"a", 100}}, 0, 0);
     reducer.run(0, data.in(), data.out());
   });
   EXPECT_EQ(results[1].kind, ErrorKind::usage);

@@ -14,20 +14,20 @@
 namespace gradwire {
 namespace {
 
-using namespace rig;
+using namespace test;
 
 // ---- shards
 
 TEST(Shards, CoverEveryElementOnceAtGrainBoundaries) {
   for (int world : {1, 2, 3, 4, 7, 64})
-    for (uint64_t count : {uint64_t{0}, uint64_t{1}, kPieceGrain - 1, kPieceGrain, kPieceGrain + 1, 7 * kPieceGrain,
-                           100 * kPieceGrain + 5}) {
+    for (uint64_t count : {uint64_t{0}, uint64_t{1}, kTileElements - 1, kTileElements, kTileElements + 1,
+                           7 * kTileElements, 100 * kTileElements + 5}) {
       const std::vector<NamedTensor> list{{"a", count}};
       uint64_t next = 0;
       std::set<int> owners;
       for (const Shard& shard : shards(list, world)) {
         EXPECT_EQ(shard.first, next);
-        EXPECT_EQ(shard.first % kPieceGrain, 0u);
+        EXPECT_EQ(shard.first % kTileElements, 0u);
         EXPECT_GT(shard.count, 0u);
         EXPECT_TRUE(shard.owner >= 0 && shard.owner < world);
         EXPECT_TRUE(owners.insert(shard.owner).second) << "an owner has two pieces of one tensor";
@@ -38,13 +38,13 @@ TEST(Shards, CoverEveryElementOnceAtGrainBoundaries) {
 }
 
 TEST(Shards, OfOneTensorDifferByAtMostAGrain) {
-  for (uint64_t grains = 4; grains < 40; ++grains) {
-    const std::vector<NamedTensor> list{{"a", grains * kPieceGrain}};
+  for (uint64_t tiles = 4; tiles < 40; ++tiles) {
+    const std::vector<NamedTensor> list{{"a", tiles * kTileElements}};
     const std::vector<Shard> cut = shards(list, 4);
     EXPECT_EQ(cut.size(), 4u);
     for (const Shard& shard : cut) {
-      EXPECT_GE(shard.count, grains / 4 * kPieceGrain);
-      EXPECT_LE(shard.count, (grains + 3) / 4 * kPieceGrain);
+      EXPECT_GE(shard.count, tiles / 4 * kTileElements);
+      EXPECT_LE(shard.count, (tiles + 3) / 4 * kTileElements);
     }
   }
 }
@@ -86,8 +86,8 @@ TEST(Shards, AModelIsBalanced) {
 // ---- values
 
 // Small integers, so that sums are exact in any order.
-Data integers(const std::vector<NamedTensor>& tensors, int rank) {
-  Data data(tensors);
+TensorValues integers(const std::vector<NamedTensor>& tensors, int rank) {
+  TensorValues data(tensors);
   data.fill([&](size_t t, uint64_t i) {
     return static_cast<float>((i * 7 + static_cast<uint64_t>(rank) * 5 + t) % 17) - 8.0f;
   });
@@ -122,12 +122,12 @@ TEST_P(EveryCodec, IsIdenticalOnAllRanksAndWithinItsBound) {
         const auto results = reduce(world, tensors, {.method = method, .up = codec.str()},
                                     [&](int rank) { return integers(tensors, rank); });
         expect_identical(results, what);
-        std::vector<Data> inputs;
+        std::vector<TensorValues> inputs;
         for (int r = 0; r < world; ++r) inputs.push_back(integers(tensors, r));
         const double bound = bound_for(codec, method);
         for (uint64_t i = 0; i < count; ++i) {
           float sum = 0;
-          for (const Data& input : inputs) sum += input.get(0, i);
+          for (const TensorValues& input : inputs) sum += input.get(0, i);
           const float mean = sum / static_cast<float>(world), got = results[0].get(0, i);
           ASSERT_TRUE(std::isfinite(got)) << what;
           ASSERT_LE(std::abs(static_cast<double>(got) - mean), bound) << what << ", element " << i;
@@ -144,7 +144,7 @@ TEST(Collective, RoundingErrorsOfRanksAreIndependent) {
   const auto squared_error = [&](int world) {
     const auto results = reduce(world, tensors, {.method = Method::gather, .up = "qsgd:bits=4"},
                                 [&](int) { return gradients(tensors, 0, 0); });
-    const Data in = gradients(tensors, 0, 0);
+    const TensorValues in = gradients(tensors, 0, 0);
     double sum = 0;
     for (uint64_t i = 0; i < tensors[0].count; ++i) sum += std::pow(results[0].get(0, i) - in.get(0, i), 2);
     return sum;
@@ -169,7 +169,7 @@ TEST(Collective, ListsOfAllSizesAndTypesWork) {
           float sum = 0;
           for (int r = 0; r < world; ++r)
             sum += static_cast<float>((i * 7 + static_cast<uint64_t>(r) * 5 + t) % 17) - 8.0f;
-          Data expected({{"", 1, kMixed[t].dtype}});
+          TensorValues expected({{"", 1, kMixed[t].dtype}});
           expected.set(0, 0, sum / static_cast<float>(world));
           ASSERT_EQ(results[0].get(t, i), expected.get(0, 0)) << kMixed[t].name << " " << i;
         }
@@ -181,10 +181,10 @@ TEST(Collective, OutputMayBeTheInput) {
     for (Method method : kMethods) {
       const ReduceOptions options{.method = method, .up = codec};
       const auto apart = reduce(3, kMixed, options, [&](int rank) { return gradients(kMixed, rank, 1); });
-      std::vector<Data> in_place;
+      std::vector<TensorValues> in_place;
       for (int r = 0; r < 3; ++r) in_place.push_back(gradients(kMixed, r, 1));
       run_loopback(3, [&](Engine& engine) {
-        Data& data = in_place[static_cast<size_t>(engine.rank())];
+        TensorValues& data = in_place[static_cast<size_t>(engine.rank())];
         Reducer reducer(engine, kMixed, options);
         reducer.run(3, data.in(), data.out());
       });
@@ -222,7 +222,7 @@ TEST(Collective, TheMeanOfEqualValuesIsThatValue) {
   const std::vector<NamedTensor> tensors{{"a", 5000}};
   for (Method method : kMethods) {
     const auto results = reduce(7, tensors, {.method = method, .up = "fp32"}, [&](int) {
-      Data data(tensors);
+      TensorValues data(tensors);
       data.fill([](size_t, uint64_t i) { return static_cast<float>(i); });
       return data;
     });
@@ -237,7 +237,7 @@ TEST(Collective, ThreadsAndVectorsDoNotMatter) {
   };
   for (const std::string& codec : all_specs())
     for (Method method : kMethods) {
-      const Data base = run(method, codec, 1, "");
+      const TensorValues base = run(method, codec, 1, "");
       EXPECT_TRUE(base == run(method, codec, 3, "")) << codec;
       EXPECT_TRUE(base == run(method, codec, 1, "scalar")) << codec;
     }
@@ -248,10 +248,10 @@ TEST(Collective, OneRanksFlushToZeroDoesNotMatter) {
   const std::vector<NamedTensor> tensors{{"a", 3000}};
   for (Method method : kMethods)
     for (const char* codec : {"fp32", "qsgd:bits=8"}) {
-      std::vector<Data> results(3, Data(tensors));
+      std::vector<TensorValues> results(3, TensorValues(tensors));
       run_loopback(3, [&](Engine& engine) {
         if (engine.rank() == 1) _mm_setcsr(_mm_getcsr() | 0x8040);
-        Data in(tensors);
+        TensorValues in(tensors);
         in.fill([](size_t, uint64_t i) { return static_cast<float>(i) * 0x1p-149f; });  // subnormal
         Reducer reducer(engine, tensors, {.method = method, .up = codec});
         reducer.run(0, in.in(), results[static_cast<size_t>(engine.rank())].out());
@@ -284,7 +284,7 @@ TEST(Collective, WhatItSaysItSendsIsWhatTheEngineSends) {
     for (Method method : kMethods)
       run_loopback(world, [&](Engine& engine) {
         Reducer reducer(engine, kMixed, {.method = method});
-        Data data = gradients(kMixed, engine.rank(), 0);
+        TensorValues data = gradients(kMixed, engine.rank(), 0);
         for (uint64_t step = 0; step < 2; ++step) {
           const uint64_t before = engine.bytes_sent();
           reducer.run(step, data.in(), data.out());
@@ -301,7 +301,7 @@ TEST(Collective, ReducersOnOneEngineRunInTheOrderOfTheCalls) {
     Reducer first(engine, a, {.up = "fp32"}), second(engine, b, {.method = Method::gather, .up = "fp32"}),
         third(engine, c, {.up = "fp32"});
     for (uint64_t step = 0; step < 20; ++step) {
-      Data x = integers(a, engine.rank()), y = integers(b, engine.rank()), z = integers(c, engine.rank());
+      TensorValues x = integers(a, engine.rank()), y = integers(b, engine.rank()), z = integers(c, engine.rank());
       Handle one = first.start(step, x.in(), x.out());
       Handle two = second.start(step, y.in(), y.out());
       Handle three = third.start(step, z.in(), z.out());
@@ -322,10 +322,10 @@ TEST(Collective, ReducersOnOneEngineRunInTheOrderOfTheCalls) {
 
 TEST(Collective, ADroppedHandleAndAnEarlyEndAreSafe) {
   const std::vector<NamedTensor> tensors{{"a", 100'000}};
-  std::vector<Data> data;
+  std::vector<TensorValues> data;
   for (int r = 0; r < 3; ++r) data.push_back(integers(tensors, r));
   run_loopback(3, [&](Engine& engine) {
-    Data& mine = data[static_cast<size_t>(engine.rank())];
+    TensorValues& mine = data[static_cast<size_t>(engine.rank())];
     Handle kept;
     {
       Reducer reducer(engine, tensors, {.up = "fp32"});
@@ -346,8 +346,8 @@ TEST(Collective, TheHalvesMakeTheWhole) {
       Reducer reducer(engine, kMixed, options);
       ErrorFeedback feedback;
       for (uint64_t step = 0; step < 3; ++step) {
-        const Data in = gradients(kMixed, engine.rank(), step);
-        Data whole(kMixed), halves(kMixed);
+        const TensorValues in = gradients(kMixed, engine.rank(), step);
+        TensorValues whole(kMixed), halves(kMixed);
         reducer.run(step, in.in(), whole.out());
         uint64_t elements = 0;
         for (const Shard& shard : shards(kMixed, world)) elements += shard.owner == engine.rank() ? shard.count : 0;
@@ -364,11 +364,11 @@ TEST(Collective, TheHalvesMakeTheWhole) {
 TEST(Collective, BroadcastGivesEverybodyWhatTheCodecLeaves) {
   for (const std::string& codec : all_specs())
     for (int root : {0, 2}) {
-      std::vector<Data> data;
+      std::vector<TensorValues> data;
       for (int r = 0; r < 3; ++r) data.push_back(gradients(kMixed, r, 0));
-      const Data original = data[static_cast<size_t>(root)];
+      const TensorValues original = data[static_cast<size_t>(root)];
       run_loopback(3, [&](Engine& engine) {
-        Data& mine = data[static_cast<size_t>(engine.rank())];
+        TensorValues& mine = data[static_cast<size_t>(engine.rank())];
         broadcast(engine, kMixed, {.up = "fp32", .down = codec}, 5, root, mine.out());
       });
       expect_identical(data, codec);
@@ -386,9 +386,9 @@ TEST(Collective, BroadcastPaysItsDebts) {
   run_loopback(3, [&](Engine& engine) {
     ErrorFeedback feedback;
     std::vector<double> sum(5000, 0.0);
-    const Data original = gradients(tensors, 0, 0);
+    const TensorValues original = gradients(tensors, 0, 0);
     for (uint64_t step = 0; step < steps; ++step) {
-      Data data = original;
+      TensorValues data = original;
       broadcast(engine, tensors, {.up = "qsgd:bits=2"}, step, 1, data.out(), &feedback);
       feedback.commit(step);
       for (size_t i = 0; i < sum.size(); ++i) sum[i] += data.get(0, i);
@@ -407,7 +407,7 @@ TEST(AllReduce, OneCallGivesTheMeanInPlace) {
   for (const char* codec : {"fp32", "qsgd:bits=8", "topk:ratio=0.1", "dqsgd:mode=paper"}) {
     PerRank<std::vector<float>> results(3);
     run_loopback(3, [&](Engine& engine) {
-      const Data in = gradients(tensors, engine.rank(), 0);
+      const TensorValues in = gradients(tensors, engine.rank(), 0);
       std::vector<float>& data = results.of(engine);
       for (uint64_t i = 0; i < tensors[0].count; ++i) data.push_back(in.get(0, i));
       all_reduce(engine, data, codec);
@@ -416,7 +416,7 @@ TEST(AllReduce, OneCallGivesTheMeanInPlace) {
     EXPECT_EQ(results[2], results[0]) << codec;
     // It is a Reducer without error feedback, also on the way down.
     const ReduceOptions options{.up = codec, .feedback = Feedback::off, .owner_feedback = Feedback::off};
-    const std::vector<Data> expected = reduce(
+    const std::vector<TensorValues> expected = reduce(
         3, tensors, options, [&](int rank) { return gradients(tensors, rank, 0); }, 0);
     for (uint64_t i = 0; i < tensors[0].count; ++i) ASSERT_EQ(results[0][i], expected[0].get(0, i)) << codec << i;
   }

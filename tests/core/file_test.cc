@@ -18,12 +18,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-class File : public testing::Test {
+class ReplacedFile : public testing::Test {
  protected:
-  File() : folder_(fs::temp_directory_path() / ("gradwire_file_test." + std::to_string(::getpid()))) {
+  ReplacedFile() : folder_(fs::temp_directory_path() / ("gradwire_file_test." + std::to_string(::getpid()))) {
     fs::create_directory(folder_);
   }
-  ~File() override { fs::remove_all(folder_); }
+  ~ReplacedFile() override { fs::remove_all(folder_); }
 
   std::string path(const char* name) const { return (folder_ / name).string(); }
   static std::span<const std::byte> bytes(const std::string& text) { return std::as_bytes(std::span(text)); }
@@ -39,7 +39,7 @@ class File : public testing::Test {
   fs::path folder_;
 };
 
-TEST_F(File, TheOldContentsStayUntilTheNewOnesAreComplete) {
+TEST_F(ReplacedFile, TheOldContentsStayUntilTheNewOnesAreComplete) {
   replace_file(path("a"), bytes("old"));
   EXPECT_EQ(contents(path("a")), "old");
   {
@@ -53,7 +53,7 @@ TEST_F(File, TheOldContentsStayUntilTheNewOnesAreComplete) {
   EXPECT_EQ(files(), 1u);
 }
 
-TEST_F(File, WhatIsNotFinishedLeavesNothingBehind) {
+TEST_F(ReplacedFile, WhatIsNotFinishedLeavesNothingBehind) {
   replace_file(path("a"), bytes("old"));
   {
     FileReplacement file(path("a"));
@@ -63,7 +63,7 @@ TEST_F(File, WhatIsNotFinishedLeavesNothingBehind) {
   EXPECT_EQ(files(), 1u);
 }
 
-TEST_F(File, OnlyRegularFilesAreReplaced) {
+TEST_F(ReplacedFile, OnlyRegularFilesAreReplaced) {
   ASSERT_EQ(::mkfifo(path("pipe").c_str(), 0600), 0);
   fs::create_directory(path("folder"));
   for (const char* name : {"pipe", "folder"}) {
@@ -80,7 +80,7 @@ TEST_F(File, OnlyRegularFilesAreReplaced) {
   EXPECT_EQ(files(), 2u);
 }
 
-TEST_F(File, AFolderThatDoesNotExistIsNamed) {
+TEST_F(ReplacedFile, AFolderThatDoesNotExistIsNamed) {
   try {
     replace_file(path("none/a"), bytes("x"));
     ADD_FAILURE() << "written";

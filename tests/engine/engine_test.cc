@@ -5,6 +5,8 @@
 //
 // What rank `from` sends rank `to` in operation `op` is a function of these numbers: receivers know what must come.
 #include "gradwire/engine.h"
+
+#include "core/clock.h"
 #ifdef GRADWIRE_HAS_MPI
 #include "gradwire/mpi.h"
 #endif
@@ -21,14 +23,14 @@
 #include <stdexcept>
 #include <thread>
 
-#include "engine/engine_pattern.h"
+#include "engine/engine_fixture.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
 namespace {
 
 using namespace std::chrono_literals;
-using Clock = std::chrono::steady_clock;
+using namespace test;
 
 const std::array kWorlds{1, 2, 3, 4, 7};
 const std::array<size_t, 5> kLengths{0, 1, 257, 65536, 3'000'017};
@@ -53,7 +55,7 @@ TEST(Loopback, AllToAllBringsEveryPairItsBytesInEveryWorldAndLength) {
   for (const int world : kWorlds) {
     for (const size_t length : lengths(world)) {
       run_loopback(world, [&](Engine& engine) {
-        AllToAll exchange(engine, 3, [&](int, int) { return length; });
+        CheckedAllToAll exchange(engine, 3, [&](int, int) { return length; });
         exchange.start(engine).wait();
         EXPECT_EQ(exchange.wrong(), "") << "world " << world << " length " << length;
       });
@@ -64,7 +66,7 @@ TEST(Loopback, AllToAllBringsEveryPairItsBytesInEveryWorldAndLength) {
 TEST(Loopback, AllToAllTakesAnotherLengthForEveryPairAlsoZero) {
   for (const int world : kWorlds) {
     run_loopback(world, [&](Engine& engine) {
-      AllToAll exchange(engine, 5, [&](int from, int to) { return size_t(((from * 7 + to * 3) % 4) * 1009); });
+      CheckedAllToAll exchange(engine, 5, [&](int from, int to) { return size_t(((from * 7 + to * 3) % 4) * 1009); });
       exchange.start(engine).wait();
       EXPECT_EQ(exchange.wrong(), "");
     });
@@ -75,7 +77,7 @@ TEST(Loopback, AllGatherBringsEverybodysBytesToEverybody) {
   for (const int world : kWorlds) {
     for (const size_t length : lengths(world)) {
       run_loopback(world, [&](Engine& engine) {
-        AllGather gather(engine, 9, [&](int from) { return length + (length > 0 ? from : 0); });
+        CheckedAllGather gather(engine, 9, [&](int from) { return length + (length > 0 ? from : 0); });
         gather.start(engine).wait();
         EXPECT_EQ(gather.wrong(), "") << "world " << world << " length " << length;
       });
@@ -85,9 +87,9 @@ TEST(Loopback, AllGatherBringsEverybodysBytesToEverybody) {
 
 TEST(Loopback, AllGatherMayRunInPlace) {
   run_loopback(3, [](Engine& engine) {
-    AllGather gather(engine, 2, [](int) { return size_t{10'007}; });
+    CheckedAllGather gather(engine, 2, [](int) { return size_t{10'007}; });
     auto& own = gather.received(engine.rank());
-    fill(own, 2, engine.rank(), kEverybody);
+    fill_expected(own, 2, engine.rank(), kAllRanks);
     gather.start_from(engine, own).wait();
     EXPECT_EQ(gather.wrong(), "");
   });
@@ -98,7 +100,7 @@ TEST(Loopback, BroadcastBringsTheRootsBytesToEverybodyFromEveryRoot) {
     for (const size_t length : lengths(world)) {
       run_loopback(world, [&](Engine& engine) {
         for (int root = 0; root < world; ++root) {
-          Broadcast cast(engine, root, length, root);
+          CheckedBroadcast cast(engine, root, length, root);
           cast.start(engine).wait();
           EXPECT_EQ(cast.wrong(), "") << "world " << world << " root " << root << " length " << length;
         }
@@ -124,13 +126,13 @@ TEST(Loopback, BarrierHoldsEverybodyUntilTheLastHasCome) {
 TEST(Loopback, ManyOperationsInFlightMayBeWaitedForInAnyOrderOnEachRank) {
   run_loopback(4, [](Engine& engine) {
     constexpr int kOperations = 40;
-    std::vector<AllToAll> exchanges;
+    std::vector<CheckedAllToAll> exchanges;
     std::vector<Handle> handles;
     for (int op = 0; op < kOperations; ++op) {
       exchanges.emplace_back(engine, op,
                              [&](int from, int to) { return size_t(1 + (op * 131 + from * 17 + to) % 5000); });
     }
-    for (AllToAll& exchange : exchanges) handles.push_back(exchange.start(engine));
+    for (CheckedAllToAll& exchange : exchanges) handles.push_back(exchange.start(engine));
     std::vector<int> order(kOperations);
     for (int op = 0; op < kOperations; ++op) order[op] = op;
     std::shuffle(order.begin(), order.end(), std::mt19937(100 + engine.rank()));
@@ -144,7 +146,7 @@ TEST(Loopback, ManyOperationsInFlightMayBeWaitedForInAnyOrderOnEachRank) {
 TEST(Loopback, AnOperationEndsForThoseWhoWaitThoughOthersHaveOnlyStartedIt) {
   std::latch others_done(2);
   run_loopback(3, [&](Engine& engine) {
-    AllToAll exchange(engine, 1, [](int, int) { return size_t{100'003}; });
+    CheckedAllToAll exchange(engine, 1, [](int, int) { return size_t{100'003}; });
     Handle handle = exchange.start(engine);
     if (engine.rank() == 0) {
       others_done.wait();  // rank 0 does not wait for its handle before the others are through
@@ -159,8 +161,8 @@ TEST(Loopback, AnOperationEndsForThoseWhoWaitThoughOthersHaveOnlyStartedIt) {
 
 TEST(Loopback, ADroppedHandleHasFinishedItsOperation) {
   run_loopback(2, [](Engine& engine) {
-    AllToAll first(engine, 1, [](int, int) { return size_t{50'000}; });
-    AllToAll second(engine, 2, [](int, int) { return size_t{50'000}; });
+    CheckedAllToAll first(engine, 1, [](int, int) { return size_t{50'000}; });
+    CheckedAllToAll second(engine, 2, [](int, int) { return size_t{50'000}; });
     {
       Handle handle = first.start(engine);
       handle = second.start(engine);  // drops the first
@@ -189,16 +191,16 @@ TEST(Loopback, RandomOperationsGiveExactBytes) {
 TEST(Loopback, BytesSentCountsPayloadToOtherRanksOnly) {
   run_loopback(4, [](Engine& engine) {
     const int me = engine.rank();
-    AllToAll exchange(engine, 1, [](int from, int to) { return size_t(100 * from + to); });
+    CheckedAllToAll exchange(engine, 1, [](int from, int to) { return size_t(100 * from + to); });
     exchange.start(engine).wait();
     uint64_t expected = 0;
     for (int to = 0; to < 4; ++to) expected += to == me ? 0 : 100 * me + to;
     EXPECT_EQ(engine.bytes_sent(), expected);
-    AllGather gather(engine, 2, [](int from) { return size_t(1000 + from); });
+    CheckedAllGather gather(engine, 2, [](int from) { return size_t(1000 + from); });
     gather.start(engine).wait();
     expected += 3 * (1000 + me);
     EXPECT_EQ(engine.bytes_sent(), expected);
-    Broadcast cast(engine, 3, 77, 2);
+    CheckedBroadcast cast(engine, 3, 77, 2);
     cast.start(engine).wait();
     expected += me == 2 ? 3 * 77 : 0;
     EXPECT_EQ(engine.bytes_sent(), expected);
@@ -206,7 +208,7 @@ TEST(Loopback, BytesSentCountsPayloadToOtherRanksOnly) {
     const auto half = engine.split(me % 2);
     EXPECT_EQ(half->bytes_sent(), 0u);
     EXPECT_EQ(engine.bytes_sent(), expected) << "barrier and split carry no payload";
-    AllGather inner(*half, 4, [](int) { return size_t{10}; });
+    CheckedAllGather inner(*half, 4, [](int) { return size_t{10}; });
     inner.start(*half).wait();
     EXPECT_EQ(half->bytes_sent(), 10u);
     EXPECT_EQ(engine.bytes_sent(), expected + 10);
@@ -220,7 +222,7 @@ TEST(Loopback, SplitFormsGroupsInTheOrderOfRanksAndGroupsOfGroups) {
     EXPECT_EQ(third->name(), "loopback");
     EXPECT_EQ(third->size(), me % 3 == 0 ? 3 : 2);
     EXPECT_EQ(third->rank(), me / 3);
-    AllGather gather(*third, 6, [](int) { return size_t{999}; });
+    CheckedAllGather gather(*third, 6, [](int) { return size_t{999}; });
     gather.start(*third).wait();
     EXPECT_EQ(gather.wrong(), "");
     const auto alone = third->split(me);
@@ -233,8 +235,8 @@ TEST(Loopback, SplitFormsGroupsInTheOrderOfRanksAndGroupsOfGroups) {
 TEST(Loopback, ParentAndGroupMayHaveOperationsInFlightTogether) {
   run_loopback(4, [](Engine& engine) {
     const auto pair = engine.split(engine.rank() / 2);
-    AllToAll outer(engine, 1, [](int, int) { return size_t{3001}; });
-    AllToAll inner(*pair, 2, [](int, int) { return size_t{3001}; });
+    CheckedAllToAll outer(engine, 1, [](int, int) { return size_t{3001}; });
+    CheckedAllToAll inner(*pair, 2, [](int, int) { return size_t{3001}; });
     Handle a = outer.start(engine);
     Handle b = inner.start(*pair);
     b.wait();
@@ -273,7 +275,7 @@ TEST(LoopbackFailure, AnotherRootIsAMismatch) {
 TEST(LoopbackFailure, AnotherLengthIsAMismatchThatNamesSenderSentAndExpectedAndWritesNothing) {
   const auto results = outcomes(3, [](std::unique_ptr<Engine>& engine) {
     std::vector<std::byte> data(engine->rank() == 2 ? 33 : 40);
-    Broadcast cast(*engine, 1, engine->rank() == 2 ? 33 : 40, 0);
+    CheckedBroadcast cast(*engine, 1, engine->rank() == 2 ? 33 : 40, 0);
     const Outcome result = outcome_of([&] {
       cast.start(*engine).wait();
       engine->barrier().wait();
@@ -324,14 +326,15 @@ TEST(LoopbackFailure, AStalledRankIsNamedWithinTheTimeoutAndFindsTheEnginePoison
       engine->broadcast(data, 0);
       return;
     }
-    const auto begin = Clock::now();
+    const auto begin = SteadyClock::now();
     const Outcome result = outcome_of([&] {
       if (engine->rank() == 0) others_posted.wait();
       Handle handle = engine->broadcast(data, 0);
       if (engine->rank() != 0) others_posted.count_down();
       handle.wait();
     });
-    EXPECT_LT(Clock::now() - begin, 20s) << "only rank 0 has the short time-out; the others are woken by its poison";
+    EXPECT_LT(SteadyClock::now() - begin, 20s)
+        << "only rank 0 has the short time-out; the others are woken by its poison";
     const Outcome later = outcome_of([&] { engine->barrier(); });
     EXPECT_EQ(later.text, result.text) << "later calls fail at once with the same words";
     others_done.count_down();
@@ -365,7 +368,7 @@ TEST(LoopbackFailure, TheRankFurthestBehindIsBlamedNotTheOneThatWaitsForIt) {
 }
 
 TEST(LoopbackFailure, ARankThatLeavesIsNamedAtOnce) {
-  const auto begin = Clock::now();
+  const auto begin = SteadyClock::now();
   std::latch posted(3);
   const auto results = outcomes(4, [&](std::unique_ptr<Engine>& engine) {
     if (engine->rank() == 1) {
@@ -377,7 +380,7 @@ TEST(LoopbackFailure, ARankThatLeavesIsNamedAtOnce) {
     posted.count_down();
     handle.wait();
   });
-  EXPECT_LT(Clock::now() - begin, 20s);
+  EXPECT_LT(SteadyClock::now() - begin, 20s);
   for (const int r : {0, 2, 3}) {
     EXPECT_EQ(results[r].kind, ErrorKind::engine);
     EXPECT_EQ(results[r].rank, 1);
@@ -404,7 +407,7 @@ TEST(LoopbackFailure, ARankThatHasLeftIsNamedToThoseWhoComeLater) {
 TEST(LoopbackFailure, LeavingAfterTheLastOperationHarmsNobody) {
   for (int round = 0; round < 200; ++round) {
     const auto results = outcomes(3, [](std::unique_ptr<Engine>& engine) {
-      AllToAll exchange(*engine, 1, [](int, int) { return size_t{100}; });
+      CheckedAllToAll exchange(*engine, 1, [](int, int) { return size_t{100}; });
       exchange.start(*engine).wait();
       engine.reset();
     });
@@ -414,7 +417,7 @@ TEST(LoopbackFailure, LeavingAfterTheLastOperationHarmsNobody) {
 
 TEST(LoopbackFailure, AHandleOutlivesItsEngine) {
   const auto results = outcomes(2, [](std::unique_ptr<Engine>& engine) {
-    AllToAll exchange(*engine, 1, [](int, int) { return size_t{4000}; });
+    CheckedAllToAll exchange(*engine, 1, [](int, int) { return size_t{4000}; });
     Handle handle = exchange.start(*engine);
     engine.reset();
     handle.wait();
@@ -519,10 +522,10 @@ TEST(LoopbackFailure, NobodyTouchesTheBuffersOfAFailedWait) {
     outcomes(4, [&](std::unique_ptr<Engine>& engine) {
       std::mt19937 random(round * 4 + engine->rank());
       std::vector<Handle> handles;
-      std::vector<std::unique_ptr<AllToAll>> exchanges;
+      std::vector<std::unique_ptr<CheckedAllToAll>> exchanges;
       const Outcome start = outcome_of([&] {
         for (int op = 0; op < 4; ++op) {
-          exchanges.push_back(std::make_unique<AllToAll>(*engine, op, [](int, int) { return size_t{200'000}; }));
+          exchanges.push_back(std::make_unique<CheckedAllToAll>(*engine, op, [](int, int) { return size_t{200'000}; }));
           handles.push_back(exchanges.back()->start(*engine));
         }
       });
@@ -559,15 +562,16 @@ TEST(LoopbackFailure, AFailedWaitReturnsOnlyWhenCopiesIntoItsBuffersHaveEnded) {
       Handle handle = engine->all_to_all(send, recv);
       posted.arrive_and_wait();
       if (engine->rank() == 0) {
-        for (const auto until = Clock::now() + round % 8 * 1ms; Clock::now() < until;) std::this_thread::yield();
+        for (const auto until = SteadyClock::now() + round % 8 * 1ms; SteadyClock::now() < until;)
+          std::this_thread::yield();
         engine->poison("now");
         poisoned.count_down();
       }
       if (engine->rank() == 1) {
         poisoned.wait();
-        const auto begin = Clock::now();
+        const auto begin = SteadyClock::now();
         EXPECT_TRUE(outcome_of([&] { handle.wait(); }).threw);
-        held = Clock::now() - begin > 1ms;
+        held = SteadyClock::now() - begin > 1ms;
         std::fill(tail.begin(), tail.end(), std::byte{0x77});
       }
     });
@@ -578,7 +582,7 @@ TEST(LoopbackFailure, AFailedWaitReturnsOnlyWhenCopiesIntoItsBuffersHaveEnded) {
 
 TEST(RunLoopback, RethrowsWhatTheBodyThrewNotWhatFollowedFromIt) {
   for (const int culprit : {0, 2}) {
-    const auto begin = Clock::now();
+    const auto begin = SteadyClock::now();
     try {
       run_loopback(3, [&](Engine& engine) {
         engine.barrier().wait();
@@ -589,7 +593,7 @@ TEST(RunLoopback, RethrowsWhatTheBodyThrewNotWhatFollowedFromIt) {
     } catch (const std::out_of_range& e) {
       EXPECT_STREQ(e.what(), "tensor 7 does not exist");
     }
-    EXPECT_LT(Clock::now() - begin, 20s) << "the others must not wait for the time-out";
+    EXPECT_LT(SteadyClock::now() - begin, 20s) << "the others must not wait for the time-out";
   }
 }
 

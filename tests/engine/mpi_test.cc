@@ -18,7 +18,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "engine/engine_pattern.h"
+#include "engine/engine_fixture.h"
 #include "engine/mpi_core.h"
 #include "gradwire/error.h"
 #include "gradwire/mpi.h"
@@ -27,6 +27,7 @@ namespace gradwire {
 namespace {
 
 using namespace std::chrono_literals;
+using namespace test;
 using engine_detail::Clock;
 
 const std::array<size_t, 5> kLengths{0, 1, 257, 65536, 5'000'011};
@@ -63,14 +64,14 @@ TEST_F(Mpi, EveryOperationBringsExactBytesForEveryLength) {
   const auto engine = make_mpi();
   uint64_t op = 0;
   for (const size_t length : kLengths) {
-    AllToAll exchange(*engine, ++op, [&](int from, int to) { return length == 0 ? 0 : length + from + 2 * to; });
+    CheckedAllToAll exchange(*engine, ++op, [&](int from, int to) { return length == 0 ? 0 : length + from + 2 * to; });
     exchange.start(*engine).wait();
     EXPECT_EQ(exchange.wrong(), "") << length;
-    AllGather gather(*engine, ++op, [&](int from) { return length == 0 ? 0 : length + from; });
+    CheckedAllGather gather(*engine, ++op, [&](int from) { return length == 0 ? 0 : length + from; });
     gather.start(*engine).wait();
     EXPECT_EQ(gather.wrong(), "") << length;
     for (int root = 0; root < engine->size(); ++root) {
-      Broadcast cast(*engine, ++op, length, root);
+      CheckedBroadcast cast(*engine, ++op, length, root);
       cast.start(*engine).wait();
       EXPECT_EQ(cast.wrong(), "") << length;
     }
@@ -80,16 +81,16 @@ TEST_F(Mpi, EveryOperationBringsExactBytesForEveryLength) {
 
 TEST_F(Mpi, AllToAllTakesAnotherLengthForEveryPairAlsoZero) {
   const auto engine = make_mpi();
-  AllToAll exchange(*engine, 5, [&](int from, int to) { return size_t(((from * 7 + to * 3) % 4) * 100'003); });
+  CheckedAllToAll exchange(*engine, 5, [&](int from, int to) { return size_t(((from * 7 + to * 3) % 4) * 100'003); });
   exchange.start(*engine).wait();
   EXPECT_EQ(exchange.wrong(), "");
 }
 
 TEST_F(Mpi, AllGatherMayRunInPlace) {
   const auto engine = make_mpi();
-  AllGather gather(*engine, 2, [](int) { return size_t{300'007}; });
+  CheckedAllGather gather(*engine, 2, [](int) { return size_t{300'007}; });
   auto& own = gather.received(engine->rank());
-  fill(own, 2, engine->rank(), kEverybody);
+  fill_expected(own, 2, engine->rank(), kAllRanks);
   gather.start_from(*engine, own).wait();
   EXPECT_EQ(gather.wrong(), "");
 }
@@ -99,8 +100,8 @@ TEST_F(Mpi, LongTransfersAreSentInPieces) {
   {
     const auto engine = make_mpi();
     for (const size_t length : {999, 1000, 1001, 2000, 250'019}) {
-      AllToAll exchange(*engine, length, [&](int from, int to) { return length + (from == to ? 0 : to); });
-      AllGather gather(*engine, length + 1, [&](int) { return length; });
+      CheckedAllToAll exchange(*engine, length, [&](int from, int to) { return length + (from == to ? 0 : to); });
+      CheckedAllGather gather(*engine, length + 1, [&](int) { return length; });
       Handle a = exchange.start(*engine);
       Handle b = gather.start(*engine);
       b.wait();
@@ -115,13 +116,13 @@ TEST_F(Mpi, LongTransfersAreSentInPieces) {
 TEST_F(Mpi, ManyOperationsInFlightMayBeWaitedForInAnyOrderOnEachRank) {
   const auto engine = make_mpi();
   constexpr int kOperations = 40;
-  std::vector<AllToAll> exchanges;
+  std::vector<CheckedAllToAll> exchanges;
   std::vector<Handle> handles;
   for (int op = 0; op < kOperations; ++op) {
     exchanges.emplace_back(*engine, op,
                            [&](int from, int to) { return size_t(1 + (op * 131 + from * 17 + to) % 5000); });
   }
-  for (AllToAll& exchange : exchanges) handles.push_back(exchange.start(*engine));
+  for (CheckedAllToAll& exchange : exchanges) handles.push_back(exchange.start(*engine));
   std::vector<int> order(kOperations);
   for (int op = 0; op < kOperations; ++op) order[op] = op;
   std::shuffle(order.begin(), order.end(), std::mt19937(100 + engine->rank()));
@@ -139,7 +140,7 @@ TEST_F(Mpi, RandomOperationsGiveExactBytes) {
 TEST_F(Mpi, BytesMoveWhileTheCallerDoesNotWait) {
   NEEDS_RANKS(2);
   const auto engine = make_mpi();
-  AllGather gather(*engine, 1, [](int) { return size_t{4'000'037}; });
+  CheckedAllGather gather(*engine, 1, [](int) { return size_t{4'000'037}; });
   Handle handle = gather.start(*engine);
   int token = 0;
   if (engine->rank() == 0) {
@@ -161,8 +162,8 @@ TEST_F(Mpi, TheCallersCommunicatorsStayTheCallersOwn) {
     const auto forth = make_mpi();
     const auto back = make_mpi(backwards);
     EXPECT_EQ(back->rank(), world_size() - 1 - forth->rank());
-    AllToAll a(*forth, 1, [](int from, int to) { return size_t(70'000 + 3 * from + to); });
-    AllToAll b(*back, 2, [](int from, int to) { return size_t(70'000 + from + 5 * to); });
+    CheckedAllToAll a(*forth, 1, [](int from, int to) { return size_t(70'000 + 3 * from + to); });
+    CheckedAllToAll b(*back, 2, [](int from, int to) { return size_t(70'000 + from + 5 * to); });
     Handle in_a = a.start(*forth);
     Handle in_b = b.start(*back);
     int sum = 0, one = 1;
@@ -195,8 +196,8 @@ TEST_F(Mpi, SplitFormsGroupsInTheOrderOfRanksAndGroupsOfGroups) {
   const auto half = engine->split(me % 2 - 1);  // colours may be negative
   EXPECT_EQ(half->size(), (engine->size() + 1 - me % 2) / 2);
   EXPECT_EQ(half->rank(), me / 2);
-  AllGather inner(*half, 6, [](int) { return size_t{99'991}; });
-  AllGather outer(*engine, 7, [](int) { return size_t{99'991}; });
+  CheckedAllGather inner(*half, 6, [](int) { return size_t{99'991}; });
+  CheckedAllGather outer(*engine, 7, [](int) { return size_t{99'991}; });
   Handle a = outer.start(*engine);
   inner.start(*half).wait();
   a.wait();
@@ -211,19 +212,19 @@ TEST_F(Mpi, BytesSentCountsPayloadToOtherRanksOnly) {
   const uint64_t others = static_cast<uint64_t>(engine->size()) - 1;
   const int me = engine->rank();
   uint64_t expected = 0;
-  AllToAll exchange(*engine, 1, [](int from, int to) { return size_t(100 * from + to); });
+  CheckedAllToAll exchange(*engine, 1, [](int from, int to) { return size_t(100 * from + to); });
   exchange.start(*engine).wait();
   for (int to = 0; to < engine->size(); ++to) expected += to == me ? 0 : 100 * me + to;
-  AllGather gather(*engine, 2, [](int from) { return size_t(1000 + from); });
+  CheckedAllGather gather(*engine, 2, [](int from) { return size_t(1000 + from); });
   gather.start(*engine).wait();
   expected += others * (1000 + me);
-  Broadcast cast(*engine, 3, 77, 0);
+  CheckedBroadcast cast(*engine, 3, 77, 0);
   cast.start(*engine).wait();
   expected += me == 0 ? others * 77 : 0;
   EXPECT_EQ(engine->bytes_sent(), expected);
   const auto all = engine->split(0);
   EXPECT_EQ(engine->bytes_sent(), expected);
-  AllGather inner(*all, 4, [](int) { return size_t{10}; });
+  CheckedAllGather inner(*all, 4, [](int) { return size_t{10}; });
   inner.start(*all).wait();
   EXPECT_EQ(all->bytes_sent(), others * 10);
   EXPECT_EQ(engine->bytes_sent(), expected + others * 10);
@@ -231,7 +232,7 @@ TEST_F(Mpi, BytesSentCountsPayloadToOtherRanksOnly) {
 
 TEST_F(Mpi, AHandleOutlivesItsEngine) {
   auto engine = make_mpi();
-  AllToAll exchange(*engine, 1, [](int, int) { return size_t{40'000}; });
+  CheckedAllToAll exchange(*engine, 1, [](int, int) { return size_t{40'000}; });
   Handle handle = exchange.start(*engine);
   engine.reset();
   handle.wait();
@@ -241,7 +242,7 @@ TEST_F(Mpi, AHandleOutlivesItsEngine) {
 TEST_F(Mpi, EnginesMayBeMadeAndDestroyedAgainAndAgain) {
   for (int round = 0; round < 30; ++round) {
     const auto engine = make_mpi();
-    AllToAll exchange(*engine, round, [](int, int) { return size_t{30'000}; });
+    CheckedAllToAll exchange(*engine, round, [](int, int) { return size_t{30'000}; });
     exchange.start(*engine).wait();
     ASSERT_EQ(exchange.wrong(), "");
   }
@@ -295,7 +296,7 @@ TEST_F(Mpi, AnotherLengthIsAMismatchThatNamesSenderSentAndExpectedAndWritesNothi
   for (const size_t length : {40, 400'000}) {
     const auto engine = make_mpi();
     const bool odd = engine->rank() == 1;
-    Broadcast cast(*engine, 1, odd ? length - 7 : length, 0);
+    CheckedBroadcast cast(*engine, 1, odd ? length - 7 : length, 0);
     const Outcome result = outcome_of([&] {
       cast.start(*engine).wait();
       engine->barrier().wait();
@@ -328,7 +329,7 @@ TEST_F(Mpi, AStalledRankIsNamedWithinTheTimeoutAndFindsTheEnginePoisoned) {
   if (engine->rank() == 0) engine->set_timeout(1s);
   const std::string words = "rank " + std::to_string(stalled) + " did not start all_gather (operation 1) within 1 s";
   const auto begin = Clock::now();
-  AllGather gather(*engine, 1, [](int) { return size_t{3'000'017}; });
+  CheckedAllGather gather(*engine, 1, [](int) { return size_t{3'000'017}; });
   if (engine->rank() == stalled) {
     // It does not call for longer than rank 0's time-out: until the others have failed and say so.
     int token = 0;
@@ -418,11 +419,11 @@ TEST_F(Mpi, ARankThatDoesNotComeToASplitIsNamed) {
 TEST_F(Mpi, APoisonedWaitLetsGoOfItsBuffersAndNeitherHangsNorSpoilsWhatCompletes) {
   for (int round = 0; round < 12; ++round) {
     const auto engine = make_mpi();
-    std::vector<std::unique_ptr<AllToAll>> exchanges;
+    std::vector<std::unique_ptr<CheckedAllToAll>> exchanges;
     std::vector<Handle> handles;
     outcome_of([&] {
       for (int op = 0; op < 4; ++op) {
-        exchanges.push_back(std::make_unique<AllToAll>(*engine, op, [](int, int) { return size_t{700'001}; }));
+        exchanges.push_back(std::make_unique<CheckedAllToAll>(*engine, op, [](int, int) { return size_t{700'001}; }));
         handles.push_back(exchanges.back()->start(*engine));
       }
     });
@@ -449,9 +450,9 @@ TEST_F(Mpi, AFrozenProcessIsNamedThoughBytesAreInTheAir) {
   const int frozen = engine->size() - 1;
   int pid = getpid();
   MPI_Bcast(&pid, 1, MPI_INT, frozen, MPI_COMM_WORLD);
-  static std::vector<std::unique_ptr<AllGather>> keep;  // until the process ends
-  AllGather& gather =
-      *keep.emplace_back(std::make_unique<AllGather>(*engine, 1, [](int) { return size_t{20'000'003}; }));
+  static std::vector<std::unique_ptr<CheckedAllGather>> keep;  // until the process ends
+  CheckedAllGather& gather =
+      *keep.emplace_back(std::make_unique<CheckedAllGather>(*engine, 1, [](int) { return size_t{20'000'003}; }));
   engine->barrier().wait();
   engine->set_timeout(1s);
   const auto begin = Clock::now();

@@ -277,7 +277,7 @@ std::vector<double> debt(std::span<const ErrorFeedback> ranks, const std::string
 // 2^-24 |m| in f32 and 2^-8 |m| in bf16, or half the smallest subnormal. down is copied. Averaging W2 equal floats in
 // double and adding down costs a few 2^-53 of the magnitudes more.
 TEST(Feedback, AnotherWorldOwesTheSame) {
-  const std::map<std::string, uint64_t> sizes{{"tiny", 1}, {"small", 3}, {"large", 5 * kPieceGrain + 77}};
+  const std::map<std::string, uint64_t> sizes{{"tiny", 1}, {"small", 3}, {"large", 5 * kTileElements + 77}};
   std::mt19937 random(11);
   std::normal_distribution<float> normal;
   for (DType dtype : {DType::f32, DType::bf16})
@@ -309,7 +309,7 @@ TEST(Feedback, AnotherWorldOwesTheSame) {
 }
 
 TEST(Feedback, AnotherWorldStartsAllRanksAlikeUpAndHoldsNoMoreThanItsShardsDown) {
-  const uint64_t count = 3 * kPieceGrain + 5;
+  const uint64_t count = 3 * kTileElements + 5;
   std::vector<ErrorFeedback> ranks;
   for (int r = 0; r < 2; ++r) {
     ranks.emplace_back().add(Direction::up, "a", count);

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # The C++ and CUDA sources are formatted as .clang-format says, and no line of the sources, the Python package, the
-# tests and the pages is longer than 120 columns. In pages, tables and lines of one word, such as a link, are exempt.
+# tests and the pages is longer than 120 columns. In pages, tables and lines of one word, such as a link, are exempt. A
+# type name is defined once: types of a namespace, which begin at the first column, and not those inside a class.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export LC_ALL=C.UTF-8
@@ -13,4 +14,11 @@ mapfile -t pages < <(git ls-files -co --exclude-standard '*.md')
 clang-format --dry-run -Werror "${sources[@]}" || failed=1
 if grep -nHE '^.{121,}$' "${sources[@]}" "${scripts[@]}"; then failed=1; fi
 if grep -nHE '^.{121,}$' "${pages[@]}" | grep -vE '^[^:]*:[0-9]+:( *\||[^ ]* ?[^ ]*$)'; then failed=1; fi
+twice=$(sed -nE 's/^(struct|class|union|enum|enum class) (alignas\([^)]*\) )?([A-Za-z_]+)( final)?( :[^;]*)? ?\{.*/\3/p' \
+  "${sources[@]}" | sort | uniq -d)
+for name in $twice; do
+  echo "$name is defined more than once:"
+  grep -nE "^(struct|class|union|enum|enum class) (alignas\([^)]*\) )?$name( final)?( :[^;]*)? ?\{" "${sources[@]}"
+  failed=1
+done
 exit $failed

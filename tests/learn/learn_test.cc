@@ -9,14 +9,12 @@
 #include <cmath>
 #include <cstdio>
 
-#include "codec/bed.h"
+#include "codec/test_devices.h"
 #include "collective/collective_fixture.h"
 #include "gradwire/message.h"
 
 namespace gradwire::test {
 namespace {
-
-using namespace gradwire::rig;
 
 const std::vector<NamedTensor> kTensors{{"a", 70'003}, {"b", 5000}, {"c", 33}};
 const char* const kLearners[] = {"optquant:bits=3,refit=3",
@@ -43,14 +41,14 @@ TEST(Learning, RanksLearnTheSameAndTheTablesMove) {
   for (const char* spec : kLearners)
     for (Method method : kMethods) {
       const std::string what = std::string(spec) + " " + name_of(method);
-      std::vector<Data> results(3, Data(kTensors));
+      std::vector<TensorValues> results(3, TensorValues(kTensors));
       std::vector<std::vector<std::vector<std::vector<uint32_t>>>> seen(3);  // rank, step, tensor
       run_loopback(3, [&](Engine& engine) {
         const auto me = static_cast<size_t>(engine.rank());
         Reducer reducer(engine, kTensors, {.method = method, .up = spec});
         for (uint64_t step = 0; step < 6; ++step) {
           reducer.set_rate(rate_of(step));
-          const Data in = gradients(kTensors, engine.rank(), step);
+          const TensorValues in = gradients(kTensors, engine.rank(), step);
           reducer.run(step, in.in(), results[me].out());
           seen[me].push_back(tables(reducer, Direction::up));
         }
@@ -69,8 +67,9 @@ TEST(Learning, ARestoredRunGoesOnBitForBit) {
       const std::string what = std::string(spec) + " " + name_of(method);
       const ReduceOptions options{.method = method, .up = spec};
       const uint64_t steps = 7, stop = 3;
-      std::vector<Data> straight(2, Data(kTensors)), resumed(2, Data(kTensors));
-      const auto run = [&](Reducer& reducer, Engine& engine, uint64_t from, uint64_t to, std::vector<Data>& out) {
+      std::vector<TensorValues> straight(2, TensorValues(kTensors)), resumed(2, TensorValues(kTensors));
+      const auto run = [&](Reducer& reducer, Engine& engine, uint64_t from, uint64_t to,
+                           std::vector<TensorValues>& out) {
         for (uint64_t step = from; step < to; ++step) {
           reducer.set_rate(rate_of(step));
           reducer.run(step, gradients(kTensors, engine.rank(), step).in(),
@@ -122,7 +121,7 @@ TEST(Learning, EvidenceIsTheSameInAnyOrderOfRanks) {
     std::vector<std::vector<std::byte>> evidence;
     for (int rank = 0; rank < 4; ++rank) {  // of very different scale
       Learner learner(codec, 50'000, 4);
-      Data data = gradients({{"a", 50'000}}, rank, 0);
+      TensorValues data = gradients({{"a", 50'000}}, rank, 0);
       for (uint64_t i = 0; i < 50'000; ++i)
         data.set(0, i, data.get(0, i) * std::pow(10.0f, static_cast<float>(rank) - 2));
       const Plan plan({{"a", 50'000, DType::f32, learner.codec(0)}});
@@ -163,13 +162,13 @@ TEST(Learning, NotANumberIsLeftOut) {
 }
 
 TEST(Learning, WarmingUpIsExact) {
-  std::vector<Data> results(2, Data(kTensors));
+  std::vector<TensorValues> results(2, TensorValues(kTensors));
   run_loopback(2, [&](Engine& engine) {
     Reducer reducer(engine, kTensors, {.method = Method::gather, .up = "casq:bits=2,start=2"});
     for (uint64_t step = 0; step < 3; ++step) {
-      const Data mine = gradients(kTensors, engine.rank(), step), a = gradients(kTensors, 0, step),
-                 b = gradients(kTensors, 1, step);
-      Data& out = results[static_cast<size_t>(engine.rank())];
+      const TensorValues mine = gradients(kTensors, engine.rank(), step), a = gradients(kTensors, 0, step),
+                         b = gradients(kTensors, 1, step);
+      TensorValues& out = results[static_cast<size_t>(engine.rank())];
       reducer.run(step, mine.in(), out.out());
       bool exact = true;
       for (uint64_t i = 0; i < kTensors[0].count; ++i) exact &= out.get(0, i) == (a.get(0, i) + b.get(0, i)) / 2;
@@ -184,14 +183,14 @@ TEST(Learning, AMessageCarriesItsTable) {
   for (const char* spec : {"optquant:bits=3", "casq:bits=2", "rangefloat", "fft", "dqsgd"}) {
     const Codec codec = fit(Codec::parse(spec), x.data(), x.size(), DType::f32);
     const Plan plan({{"a", x.size(), DType::f32, codec}});
-    const Raw message = Bed(Device{}).encode(plan, {raw_of(x)}, {});
+    const Raw message = TestDevice(Device{}).encode(plan, {raw_of(x)}, {});
     const Head head = read_head(message);
     EXPECT_EQ(head.tensors[0].codec, codec) << spec;
     const Plan received({head.tensors[0]});
-    EXPECT_EQ(Bed(Device{}).decode(received, message), Bed(Device{}).decode(plan, message)) << spec;
+    EXPECT_EQ(TestDevice(Device{}).decode(received, message), TestDevice(Device{}).decode(plan, message)) << spec;
     if (codec == Codec::parse(spec)) continue;
     const Plan other({{"a", x.size(), DType::f32, Codec::parse(spec)}});  // without the table
-    EXPECT_THROW(Bed(Device{}).decode(other, message), Error) << spec;
+    EXPECT_THROW(TestDevice(Device{}).decode(other, message), Error) << spec;
   }
 }
 
@@ -204,7 +203,7 @@ TEST(Learning, ZeroGradientsCostAHeader) {
   run_loopback(1, [&](Engine& engine) {
     Reducer reducer(engine, kTensors, {.method = Method::gather, .up = "dqsgd:mode=paper,steps=5"});
     for (uint64_t step = 0; step < 3; ++step) {
-      Data in = gradients(kTensors, 0, step), out(kTensors);
+      TensorValues in = gradients(kTensors, 0, step), out(kTensors);
       if (step == 1) in.fill([](size_t, uint64_t) { return 0.0f; });
       reducer.run(step, in.in(), out.out());
       bytes.push_back(reducer.codecs(Direction::up)[0].bytes(kTensors[0].count));
@@ -226,7 +225,7 @@ TEST(Learning, TheBudgetOfDqsgdHolds) {
       Reducer reducer(engine, kTensors,
                       {.method = Method::gather, .up = std::string("dqsgd:budget=4,steps=60,mode=") + mode});
       for (uint64_t step = 0; step < steps; ++step) {
-        Data in = gradients(kTensors, engine.rank(), step), out(kTensors);
+        TensorValues in = gradients(kTensors, engine.rank(), step), out(kTensors);
         const float scale = std::exp(-0.08f * static_cast<float>(step));
         for (size_t t = 0; t < kTensors.size(); ++t)
           for (uint64_t i = 0; i < kTensors[t].count; ++i) in.set(t, i, in.get(t, i) * scale);

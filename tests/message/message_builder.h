@@ -24,7 +24,7 @@ namespace gradwire::test {
 namespace header = wire::header;
 namespace row = wire::row;
 
-using Bytes = std::vector<std::byte>;
+using ByteVector = std::vector<std::byte>;
 
 template <class T>
 T load(std::span<const std::byte> bytes, size_t at) {
@@ -57,7 +57,7 @@ inline void read_message(std::span<const std::byte> message, const Limits& limit
   verify_body(message, head);
   const Plan plan(head.tensors);
   const auto runner = make_runner(plan, Device{});
-  std::vector<Bytes> tensors;
+  std::vector<ByteVector> tensors;
   std::vector<void*> outputs;
   for (const TensorSpec& t : head.tensors) outputs.push_back(tensors.emplace_back(t.count * bytes_of(t.dtype)).data());
   runner->decode(message, outputs);
@@ -108,7 +108,7 @@ class MessageBuilder {
   // Writes the head anew with these specs; the table and the body stay.
   MessageBuilder& set_specs(const std::vector<std::string>& specs) {
     const size_t rows = load<uint32_t>(bytes, header::tensor_count) * size_t{row::size}, from = table_at();
-    Bytes head(bytes.begin(), bytes.begin() + header::size);
+    ByteVector head(bytes.begin(), bytes.begin() + header::size);
     for (const std::string& spec : specs) {
       const size_t at = head.size();
       head.resize(at + wire::spec::text + (spec.size() + 3) / 4 * 4);
@@ -132,7 +132,7 @@ class MessageBuilder {
     return refused_field([&] { read_message(bytes, limits); });
   }
 
-  Bytes bytes;
+  ByteVector bytes;
 
  private:
   // Bytes of the spec at `at`, without its table.

@@ -28,9 +28,9 @@ std::string golden_text(const std::string& name) {
   return read_text(std::string(GRADWIRE_TEST_DIR) + "/wire/golden/" + name);
 }
 
-Bytes golden_frame(const golden::Case& c) {
+ByteVector golden_frame(const golden::GoldenCase& c) {
   const std::string text = golden_text(c.name + ".gw");
-  Bytes bytes(text.size());
+  ByteVector bytes(text.size());
   std::memcpy(bytes.data(), text.data(), text.size());
   return bytes;
 }
@@ -46,12 +46,12 @@ std::vector<Device> devices() {
 }
 
 // Longer frames are sampled; odd steps meet every place in a byte.
-uint64_t bit_step(const Bytes& frame) { return frame.size() > 4000 ? 7 : frame.size() > 800 ? 5 : 1; }
+uint64_t bit_step(const ByteVector& frame) { return frame.size() > 4000 ? 7 : frame.size() > 800 ? 5 : 1; }
 
 TEST(Golden, ManifestNamesEveryFrame) { EXPECT_EQ(golden_text("manifest.json"), golden::manifest(golden::cases())); }
 
 TEST(Golden, InputIsWhatTheRuleSays) {
-  for (const golden::Case& c : golden::cases())
+  for (const golden::GoldenCase& c : golden::cases())
     if (!c.large) {
       EXPECT_EQ(golden_text(c.name + ".in.f32"), raw(golden::inputs(c))) << c.name;
     }
@@ -59,13 +59,13 @@ TEST(Golden, InputIsWhatTheRuleSays) {
 
 TEST(Golden, EncodesToTheSameBytesOnEveryTarget) {
   for (const Device& device : devices())
-    for (const golden::Case& c : golden::cases())
+    for (const golden::GoldenCase& c : golden::cases())
       EXPECT_EQ(golden::encode(c, Plan(golden::specs(c)), device), golden_frame(c)) << c.name << ' ' << device.simd;
 }
 
 TEST(Golden, DecodesToTheSameFloatsOnEveryTarget) {
   for (const Device& device : devices())
-    for (const golden::Case& c : golden::cases()) {
+    for (const golden::GoldenCase& c : golden::cases()) {
       const std::vector<float> decoded = golden::decode(golden_frame(c), golden::specs(c), device);
       if (c.large)
         EXPECT_NE(
@@ -78,8 +78,8 @@ TEST(Golden, DecodesToTheSameFloatsOnEveryTarget) {
 }
 
 TEST(Golden, HeadSaysWhatWasEncoded) {
-  for (const golden::Case& c : golden::cases()) {
-    const Bytes message = golden_frame(c);
+  for (const golden::GoldenCase& c : golden::cases()) {
+    const ByteVector message = golden_frame(c);
     const Head head = read_head(message);
     EXPECT_EQ(head.stamp.step, c.stamp.step);
     EXPECT_EQ(head.stamp.stage, c.stamp.stage);
@@ -101,10 +101,10 @@ TEST(Golden, HeadSaysWhatWasEncoded) {
 
 // Every cut is copied to memory of its own size, so that AddressSanitizer sees a read beyond it.
 TEST(Damage, EveryCutIsRefused) {
-  for (const golden::Case& c : golden::cases()) {
-    const Bytes whole = golden_frame(c);
+  for (const golden::GoldenCase& c : golden::cases()) {
+    const ByteVector whole = golden_frame(c);
     for (size_t size = 0; size < whole.size(); size += bit_step(whole)) {
-      Bytes cut(whole.begin(), whole.begin() + static_cast<ptrdiff_t>(size));
+      ByteVector cut(whole.begin(), whole.begin() + static_cast<ptrdiff_t>(size));
       ASSERT_NE(refused_field([&] { read_message(cut); }), "") << c.name << " cut to " << size;
       if (size < header::size) continue;
       store(std::span(cut), header::total_bytes, uint64_t{size});
@@ -115,9 +115,9 @@ TEST(Damage, EveryCutIsRefused) {
 }
 
 TEST(Damage, EveryLongerMessageIsRefused) {
-  for (const golden::Case& c : golden::cases())
+  for (const golden::GoldenCase& c : golden::cases())
     for (const size_t more : {1, 4, 32, 128}) {
-      Bytes longer = golden_frame(c);
+      ByteVector longer = golden_frame(c);
       longer.resize(longer.size() + more);
       ASSERT_EQ(refused_field([&] { read_message(longer); }), "total_bytes") << c.name;
       store(std::span(longer), header::total_bytes, uint64_t{longer.size()});
@@ -127,8 +127,8 @@ TEST(Damage, EveryLongerMessageIsRefused) {
 }
 
 TEST(Damage, EveryFlippedBitIsRefused) {
-  for (const golden::Case& c : golden::cases()) {
-    Bytes message = golden_frame(c);
+  for (const golden::GoldenCase& c : golden::cases()) {
+    ByteVector message = golden_frame(c);
     const Head head = read_head(message);
     const Plan plan(golden::specs(c));
     const auto runner = make_runner(plan, Device{});
@@ -149,16 +149,16 @@ TEST(Damage, EveryFlippedBitIsRefused) {
 // Where a resealed flip is taken, it is another well-formed message: its head reads back as the plan it makes.
 TEST(Damage, EveryResealedFlipIsRefusedByNameOrWellFormed) {
   uint64_t taken = 0, refused = 0;
-  for (const golden::Case& c : golden::cases()) {
-    const Bytes whole = golden_frame(c);
+  for (const golden::GoldenCase& c : golden::cases()) {
+    const ByteVector whole = golden_frame(c);
     const size_t head_bytes = load<uint32_t>(whole, header::head_bytes);
     const Plan plan(read_head(whole).tensors);
     const auto runner = make_runner(plan, Device{});
-    std::vector<Bytes> tensors;
+    std::vector<ByteVector> tensors;
     std::vector<void*> outputs;
     for (const TensorSpec& t : plan.tensors())
       outputs.push_back(tensors.emplace_back(t.count * bytes_of(t.dtype)).data());
-    Bytes message = whole;
+    ByteVector message = whole;
     for (uint64_t bit = 0; bit < whole.size() * 8; bit += bit_step(whole)) {
       message[bit / 8] ^= std::byte{1} << (bit % 8);
       reseal(message);
@@ -186,7 +186,7 @@ TEST(Damage, EveryResealedFlipIsRefusedByNameOrWellFormed) {
 TEST(Versions, AMessageOfVersionOneIsRefusedByItsVersion) {
   for (const char* name : {"fp32_1", "optquant_fitted3", "mixed"}) {
     const std::string text = read_text(std::string(GRADWIRE_TEST_DIR) + "/wire/version1/" + name + ".gw");
-    Bytes old(text.size());
+    ByteVector old(text.size());
     std::memcpy(old.data(), text.data(), text.size());
     ASSERT_GT(old.size(), size_t{header::size}) << name;
     try {
@@ -217,7 +217,7 @@ TEST(Learning, OptionsLeaveNoTraceInAMessage) {
   for (const CodecInfo& info : codecs()) {
     const Codec plain = Codec::parse(info.name);
     EXPECT_EQ(Codec::parse_wire(plain.wire_spec()).wire_spec(), plain.wire_spec());
-    const Bytes message = MessageBuilder(plain, 1100).bytes;
+    const ByteVector message = MessageBuilder(plain, 1100).bytes;
     for (const ParameterInfo& p : info.parameters) {
       if (!p.learning) continue;
       ++options;
@@ -358,7 +358,7 @@ TEST_F(Receiver, RefusesAMisalignedBuffer) {
   const Plan plan(tensors);
   std::vector<void*> outputs(2, out.data());
   std::vector<const void*> inputs(2, out.data());
-  Bytes shifted(message.bytes.size() + 1);
+  ByteVector shifted(message.bytes.size() + 1);
   std::memcpy(shifted.data() + 1, message.bytes.data(), message.bytes.size());
   const auto runner = make_runner(plan, Device{});
   const auto misaligned = std::span(shifted).subspan(1);
@@ -398,12 +398,12 @@ TEST_F(Document, ExamplesAreWhatTheProgramWrites) {
   const void* inputs[] = {values};
   for (const char* spec : {"fp32", "fp16", "bf16", "qsgd", "terngrad", "onebit", "topk:ratio=0.4"}) {
     const Plan plan({{"w", 5, DType::f32, Codec::parse(spec)}});
-    Bytes message(plan.message_bytes());
+    ByteVector message(plan.message_bytes());
     make_runner(plan, Device{})->encode(inputs, {.seed = 1, .step = 7}, message);
     const size_t begin = text.find("```\n", text.find(fmt::format(" {}\n\n```", plan.tensors()[0].codec.name())));
     ASSERT_NE(begin, std::string::npos) << spec;
     std::istringstream dump(text.substr(begin + 4, text.find("```", begin + 4) - begin - 4));
-    Bytes shown;
+    ByteVector shown;
     for (std::string line; std::getline(dump, line);) {  // "0040  04 00 00 00      what it means"
       ASSERT_EQ(std::stoul(line.substr(0, 4), nullptr, 16), shown.size()) << line;
       std::istringstream bytes(line.substr(4, 2 + 47));

@@ -50,9 +50,9 @@ class Channel {
 };
 
 // One worker with one array.
-class Worker {
+class QAdamWorker {
  public:
-  Worker(uint64_t count, const QAdamOptions& options, const Device& device = {})
+  QAdamWorker(uint64_t count, const QAdamOptions& options, const Device& device = {})
       : qadam({count}, options, device), update(count) {}
   const Array& step(double rate, const Array& gradient) {
     const float* in[] = {gradient.data()};
@@ -90,7 +90,7 @@ class Formula : public testing::TestWithParam<Mode> {};
 TEST_P(Formula, IsFollowedInEveryMode) {
   const QAdamOptions o = GetParam().options;
   constexpr uint64_t kCount = 1000;
-  Worker worker(kCount, o);
+  QAdamWorker worker(kCount, o);
   std::vector<double> m(kCount), sizes(kCount), v(kCount, o.correction && !o.theory ? 0 : o.epsilon);
   for (int k = 1; k <= 60; ++k) {
     Array gradient = random_array(kCount, static_cast<uint64_t>(k), std::pow(10.0, k % 5 - 3));
@@ -124,7 +124,7 @@ INSTANTIATE_TEST_SUITE_P(QAdam, Formula,
                          });
 
 TEST(QAdam, ACoordinateWithoutGradientNeverBecomesNotANumber) {
-  Worker worker(1, {.theta = 0.5, .epsilon = 1e-30, .correction = false});  // v decays to nothing in a few steps
+  QAdamWorker worker(1, {.theta = 0.5, .epsilon = 1e-30, .correction = false});  // v decays to nothing in a few steps
   for (int k = 0; k < 400; ++k) ASSERT_EQ(worker.step(1, {0})[0], 0) << k;
   ASSERT_EQ(worker.qadam.read(QAdam::Moment::second, 0)[0], 0) << "or the test proves nothing";
   for (int k = 0; k < 4; ++k) ASSERT_TRUE(std::isfinite(worker.step(1, {1e-25f})[0]));  // its square is no f32
@@ -132,7 +132,7 @@ TEST(QAdam, ACoordinateWithoutGradientNeverBecomesNotANumber) {
 
 TEST(QAdam, ThreadsChangeNoBit) {
   constexpr uint64_t kCount = 300'001;
-  Worker alone(kCount, {}), three(kCount, {}, Device{.threads = 3});
+  QAdamWorker alone(kCount, {}), three(kCount, {}, Device{.threads = 3});
   for (uint64_t k = 0; k < 4; ++k) {
     const Array gradient = random_array(kCount, k);
     ASSERT_EQ(alone.step(0.1, gradient), three.step(0.1, gradient));
@@ -140,8 +140,8 @@ TEST(QAdam, ThreadsChangeNoBit) {
 }
 
 TEST(QAdam, GoesOnFromArraysThatWereKept) {
-  Worker first(100, {.shared = true});
-  const auto pool = [](Worker& worker, uint64_t step) {
+  QAdamWorker first(100, {.shared = true});
+  const auto pool = [](QAdamWorker& worker, uint64_t step) {
     if (!worker.qadam.pools(step)) return;
     worker.qadam.pool([&](std::span<float* const> second) {
       for (int i = 0; i < 100; ++i) second[0][i] *= 3;
@@ -152,7 +152,7 @@ TEST(QAdam, GoesOnFromArraysThatWereKept) {
     first.step(0.1, random_array(100, step));
     pool(first, step);
   }
-  Worker second(100, {.shared = true});
+  QAdamWorker second(100, {.shared = true});
   for (const QAdam::Moment moment : first.qadam.moments()) second.qadam.write(moment, 0, first.qadam.read(moment, 0));
   second.qadam.taken = first.qadam.taken;
   for (uint64_t step = 5; step < 9; ++step) {
@@ -176,7 +176,7 @@ TEST(QAdam, PoolsEarlyAndOftenAtFirst) {
 }
 
 TEST(QAdam, WhatIsPooledIsCorrectedAndUsedAtOnce) {
-  Worker worker(1, {.shared = true});
+  QAdamWorker worker(1, {.shared = true});
   EXPECT_NEAR(worker.step(1, {2})[0], 1, 1e-6);
   worker.qadam.pool([](std::span<float* const> second) {
     EXPECT_NEAR(second[0][0], 4, 1e-5);  // g^2, not (1 - theta) g^2
@@ -189,7 +189,7 @@ TEST(QAdam, WhatIsPooledIsCorrectedAndUsedAtOnce) {
 
 // A mean of zero must not stay below the line until the next pooling: its root would divide what comes then.
 TEST(QAdam, AGradientThatWakesUpBetweenPoolingsIsNotBlownUp) {
-  Worker shared(1, {.shared = true}), local(1, {});
+  QAdamWorker shared(1, {.shared = true}), local(1, {});
   for (uint64_t step = 0; step < 40; ++step) {
     const Array gradient{step < 18 ? 0.0f : 1.0f};
     local.step(1, gradient);
@@ -274,7 +274,7 @@ TEST(QAdam, AGpuGivesTheBitsOfTheProcessor) {
 
 TEST(QAdam, TheFirstRatiosPeakAtSixPointSixUnlessCorrected) {
   const auto peak = [](const QAdamOptions& options) {
-    Worker worker(1, options);
+    QAdamWorker worker(1, options);
     float most = 0;
     for (int k = 0; k < 2000; ++k) most = std::max(most, worker.step(1, {0.37f})[0]);
     return most;
@@ -317,7 +317,7 @@ TEST(QAdam, TheGridOfUpdatesContractsAsTheoryHasIt) {
 double loss_beside_a_large_coordinate(const std::string& codec, bool feedback) {
   constexpr uint64_t kCount = 101;
   constexpr int kSteps = 20000, kSeen = 2000;
-  Worker worker(kCount, {.beta = 0.99, .correction = false});
+  QAdamWorker worker(kCount, {.beta = 0.99, .correction = false});
   Channel up(codec, kCount, feedback);
   std::vector<double> x(kCount);
   Array gradient(kCount), sent(kCount);
@@ -353,7 +353,7 @@ double floor_over_prediction(int power) {
   const double delta = std::ldexp(1.0, -power);
   const std::string codec = "unigrid:bits=" + std::to_string(power + 2) +
                             ",range=" + std::to_string((std::ldexp(1.0, power + 1) - 1) * delta);
-  Worker worker(kCount, {.theory = true});
+  QAdamWorker worker(kCount, {.theory = true});
   Channel down(codec, kCount, false);
   std::mt19937_64 generator(static_cast<uint64_t>(power));
   std::uniform_real_distribution<double> place(-1, 1), weight(0.5, 2);
@@ -389,7 +389,7 @@ double end_of_two_workers(double noise1, double noise2, bool shared) {
   constexpr uint64_t kCount = 512;
   constexpr int kSteps = 6000;
   const QAdamOptions options{.shared = shared};
-  Worker workers[] = {{kCount, options}, {kCount, options}};
+  QAdamWorker workers[] = {{kCount, options}, {kCount, options}};
   std::normal_distribution<double> noises[] = {std::normal_distribution<double>(0, noise1),
                                                std::normal_distribution<double>(0, noise2)};
   std::mt19937_64 generator(11);
@@ -404,11 +404,11 @@ double end_of_two_workers(double noise1, double noise2, bool shared) {
     }
     if (workers[0].qadam.pools(static_cast<uint64_t>(t))) {
       Array mean(kCount);
-      for (Worker& worker : workers)  // first what all have, then what each takes
+      for (QAdamWorker& worker : workers)  // first what all have, then what each takes
         worker.qadam.pool([&](std::span<float* const> second) {
           for (uint64_t i = 0; i < kCount; ++i) mean[i] += second[0][i] / 2;
         });
-      for (Worker& worker : workers) {
+      for (QAdamWorker& worker : workers) {
         worker.qadam.pool([&](std::span<float* const> second) { std::copy(mean.begin(), mean.end(), second[0]); });
         worker.again(rate);
       }

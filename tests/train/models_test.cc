@@ -46,10 +46,10 @@ Task language() {
 }
 
 // Inputs and labels without torch's generator.
-struct Batch {
+struct ModelInput {
   torch::Tensor inputs, labels;
 };
-Batch batch_of(const Task& task, int64_t count) {
+ModelInput batch_of(const Task& task, int64_t count) {
   const auto numbers = [](int64_t n, int64_t below, uint64_t salt) {
     std::vector<int64_t> out;
     for (int64_t i = 0; i < n; ++i)
@@ -86,13 +86,13 @@ bool same_weights(Model& a, Model& b) {
 // These take a while on a small machine: fewer images, and only those of 28 pixels, the harder case for their pooling.
 bool large(const std::string& name) { return name.starts_with("vgg") || name == "resnet18" || name == "resnet34"; }
 
-struct Case {
+struct ModelCase {
   std::string spec;
   Task task;
   double dropout = 0;
 };
-std::vector<Case> cases() {
-  std::vector<Case> all;
+std::vector<ModelCase> cases() {
+  std::vector<ModelCase> all;
   for (const ModelInfo& info : models()) {
     if (info.name == "bilstm") {
       all.push_back({"bilstm:embedding=10,hidden=8,layers=2", sentences(), 0.2});
@@ -110,11 +110,11 @@ std::vector<Case> cases() {
 }
 
 TEST(Models, EveryModelTakesTwoStepsThatLowerItsLoss) {
-  for (const Case& c : cases()) {
+  for (const ModelCase& c : cases()) {
     SCOPED_TRACE(c.spec + " on " + c.task.name + std::to_string(c.task.train.shape[0]));
     const auto noise = std::make_shared<Noise>(kCpu);
     const auto model = make_model({.spec = c.spec, .dropout = c.dropout, .seed = 3}, c.task, noise, kCpu);
-    const Batch batch = batch_of(c.task, large(c.spec) ? 2 : 4);
+    const ModelInput batch = batch_of(c.task, large(c.spec) ? 2 : 4);
     std::vector<double> losses;
     for (int step = 0; step < 3; ++step) {
       noise->begin(17);  // the same masks: the loss is the same function at every step
@@ -145,7 +145,7 @@ TEST(Models, EveryModelTakesTwoStepsThatLowerItsLoss) {
 }
 
 TEST(Models, WeightsAreAFunctionOfTheSeed) {
-  for (const Case& c : cases()) {
+  for (const ModelCase& c : cases()) {
     SCOPED_TRACE(c.spec);
     const auto a = make(c.spec, c.task, 5), b = make(c.spec, c.task, 5), other = make(c.spec, c.task, 6);
     EXPECT_TRUE(same_weights(*a, *b));
@@ -258,7 +258,7 @@ TEST(Noise, MasksAreAFunctionOfTheSeed) {
 }
 
 TEST(Models, DropoutActsInTrainingOnly) {
-  for (const Case& c : cases()) {
+  for (const ModelCase& c : cases()) {
     if (c.dropout == 0) continue;
     SCOPED_TRACE(c.spec);
     const auto noise = std::make_shared<Noise>(kCpu);

@@ -16,7 +16,7 @@
 namespace gradwire::train {
 namespace {
 
-using Array = std::vector<float>;
+using Floats = std::vector<float>;
 constexpr std::chrono::milliseconds kTimeout{20000};
 constexpr uint64_t kSeed = 3;
 
@@ -27,10 +27,10 @@ const std::vector<NamedTensor>& tensors() {
 }
 
 // A list of arrays, one per tensor, that is a function of (worker, step).
-std::vector<Array> made_up(int worker, uint64_t step) {
+std::vector<Floats> made_up(int worker, uint64_t step) {
   std::mt19937_64 generator(static_cast<uint64_t>(worker) * 1000 + step);
   std::normal_distribution<float> normal;
-  std::vector<Array> all;
+  std::vector<Floats> all;
   for (const NamedTensor& one : tensors()) {
     all.emplace_back(one.count);
     for (float& value : all.back()) value = 0.01f * normal(generator);
@@ -39,9 +39,9 @@ std::vector<Array> made_up(int worker, uint64_t step) {
 }
 
 template <class T>
-std::vector<T*> pointers(std::vector<Array>& arrays) {
+std::vector<T*> pointers(std::vector<Floats>& arrays) {
   std::vector<T*> list;
-  for (Array& array : arrays) list.push_back(array.data());
+  for (Floats& array : arrays) list.push_back(array.data());
   return list;
 }
 
@@ -50,8 +50,8 @@ ReduceOptions gather(const std::string& up) {
 }
 
 // The promise, with W workers on one processor.
-std::vector<Array> expected(const std::string& up, const std::string& down, int world, uint64_t steps,
-                            std::vector<Array>* full = nullptr) {
+std::vector<Floats> expected(const std::string& up, const std::string& down, int world, uint64_t steps,
+                             std::vector<Floats>* full = nullptr) {
   const auto plan_of = [](const std::string& text) {
     const Rules rules = Rules::parse(text);
     std::vector<TensorSpec> specs;
@@ -67,12 +67,12 @@ std::vector<Array> expected(const std::string& up, const std::string& down, int 
   for (ErrorFeedback& one : residuals)
     for (const TensorSpec& spec : plan.tensors())
       if (spec.codec.traits().feedback) one.add(Direction::up, spec.name, spec.count);
-  std::vector<Array> x = made_up(99, 0), weights = x;
+  std::vector<Floats> x = made_up(99, 0), weights = x;
   for (uint64_t step = 0; step < steps; ++step) {
-    std::vector<Array> sum = made_up(0, 0);
-    for (Array& array : sum) std::fill(array.begin(), array.end(), 0.0f);
+    std::vector<Floats> sum = made_up(0, 0);
+    for (Floats& array : sum) std::fill(array.begin(), array.end(), 0.0f);
     for (int rank = 0; rank < world; ++rank) {
-      std::vector<Array> update = made_up(rank, step);
+      std::vector<Floats> update = made_up(rank, step);
       ErrorFeedback& own = residuals[static_cast<size_t>(rank)];
       const auto begun = own.begin(Direction::up, step, plan.tensors());
       coder->encode(pointers<const void>(update),
@@ -98,21 +98,21 @@ class Promise : public testing::TestWithParam<std::tuple<const char*, const char
 
 TEST_P(Promise, IsKeptBitForBit) {
   const auto [up, down, world] = GetParam();
-  std::vector<Array> full;
-  const std::vector<Array> wanted = expected(up, down, world, 6, &full);
+  std::vector<Floats> full;
+  const std::vector<Floats> wanted = expected(up, down, world, 6, &full);
   run_loopback(world, [&, up = up, down = down](Engine& engine) {
     MeanUpdates updates(engine, tensors(), gather(up), down, kTimeout);
-    std::vector<Array> weights = made_up(99, 0);
+    std::vector<Floats> weights = made_up(99, 0);
     EXPECT_EQ(updates.begin(pointers<float>(weights)), 0u);
     for (uint64_t step = 0; step < 6; ++step) {
-      std::vector<Array> update = made_up(engine.rank(), step);
+      std::vector<Floats> update = made_up(engine.rank(), step);
       const StepResult result = updates.exchange(step, pointers<const float>(update), pointers<float>(weights), {});
       EXPECT_TRUE(result.applied);
       EXPECT_EQ(result.next, step + 1);
     }
     EXPECT_EQ(weights, wanted);
     const auto held = updates.held();
-    for (size_t i = 0; i < held.size(); ++i) EXPECT_EQ(Array(held[i].begin(), held[i].end()), full[i]);
+    for (size_t i = 0; i < held.size(); ++i) EXPECT_EQ(Floats(held[i].begin(), held[i].end()), full[i]);
   });
 }
 
@@ -124,27 +124,27 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(Updates, WeightsBeginAsTheyWillGoDown) {
   run_loopback(1, [](Engine& engine) {
     MeanUpdates updates(engine, tensors(), gather("loggrid:k=2"), "unigrid:bits=2", kTimeout);
-    std::vector<Array> weights = made_up(99, 0);
+    std::vector<Floats> weights = made_up(99, 0);
     updates.begin(pointers<float>(weights));
     EXPECT_NE(weights, made_up(99, 0)) << "on a grid of three values";
     const auto held = updates.held();
-    EXPECT_EQ(Array(held[0].begin(), held[0].end()), made_up(99, 0)[0]) << "held in full precision";
+    EXPECT_EQ(Floats(held[0].begin(), held[0].end()), made_up(99, 0)[0]) << "held in full precision";
   });
 }
 
 TEST(Updates, AWorkerWithoutAnUpdateLeavesTheStepOutForAll) {
   run_loopback(3, [](Engine& engine) {
     MeanUpdates updates(engine, tensors(), gather("loggrid:k=1"), "fp32", kTimeout);
-    std::vector<Array> weights = made_up(99, 0);
+    std::vector<Floats> weights = made_up(99, 0);
     updates.begin(pointers<float>(weights));
     const auto hash = [&] { return updates.residuals()->hash(); };
     const auto go = [&](uint64_t step, bool nothing) {
-      std::vector<Array> update = made_up(engine.rank(), step);
+      std::vector<Floats> update = made_up(engine.rank(), step);
       return updates.exchange(step, nothing ? std::vector<const float*>{} : pointers<const float>(update),
                               pointers<float>(weights), {});
     };
     EXPECT_TRUE(go(0, false).applied);
-    const std::vector<Array> before = weights;
+    const std::vector<Floats> before = weights;
     const uint64_t residual = hash();
     const StepResult result = go(1, engine.rank() == 1);
     EXPECT_FALSE(result.applied);
@@ -161,15 +161,15 @@ TEST(Updates, ThatGoDownAsUpdatesKeepWeightsInFullPrecision) {
   run_loopback(2, [](Engine& engine) {
     const ReduceOptions options{.up = "loggrid:k=2", .seed = kSeed};
     MeanUpdates updates(engine, tensors(), options, "", kTimeout);
-    std::vector<Array> weights = made_up(99, 0), sum = made_up(99, 0);
+    std::vector<Floats> weights = made_up(99, 0), sum = made_up(99, 0);
     updates.begin(pointers<float>(weights));
     EXPECT_EQ(weights, made_up(99, 0));
     constexpr uint64_t kSteps = 200;
     for (uint64_t step = 0; step < kSteps; ++step) {
-      std::vector<Array> update = made_up(engine.rank(), step);
+      std::vector<Floats> update = made_up(engine.rank(), step);
       updates.exchange(step, pointers<const float>(update), pointers<float>(weights), {});
       for (int rank = 0; rank < 2; ++rank) {
-        const std::vector<Array> one = made_up(rank, step);
+        const std::vector<Floats> one = made_up(rank, step);
         for (size_t k = 0; k < one[0].size(); ++k) sum[0][k] -= one[0][k] / 2;
       }
     }
@@ -190,8 +190,8 @@ TEST(Updates, PoolTheMeanOfSecondMoments) {
   run_loopback(3, [](Engine& engine) {
     MeanUpdates updates(engine, tensors(), gather("loggrid:k=2"), "fp32", kTimeout);
     for (const uint64_t step : {0, 1, 3}) {
-      std::vector<Array> second = made_up(engine.rank(), step),
-                         others[] = {made_up(0, step), made_up(1, step), made_up(2, step)};
+      std::vector<Floats> second = made_up(engine.rank(), step),
+                          others[] = {made_up(0, step), made_up(1, step), made_up(2, step)};
       updates.pool(step, pointers<float>(second));
       for (size_t k = 0; k < second[0].size(); ++k)
         ASSERT_EQ(second[0][k], (others[0][0][k] + others[1][0][k] + others[2][0][k]) / 3.0f);
@@ -200,14 +200,14 @@ TEST(Updates, PoolTheMeanOfSecondMoments) {
 }
 
 TEST(Updates, GoOnFromWhatWasKept) {
-  const std::vector<Array> wanted = expected("loggrid:k=1", "unigrid:bits=8", 2, 8);
+  const std::vector<Floats> wanted = expected("loggrid:k=1", "unigrid:bits=8", 2, 8);
   run_loopback(2, [&](Engine& engine) {
     const std::string path =
         (std::filesystem::path(testing::TempDir()) / ("kept-" + std::to_string(engine.rank()))).string();
-    std::vector<Array> weights = made_up(99, 0), kept;
+    std::vector<Floats> weights = made_up(99, 0), kept;
     const auto run = [&](MeanUpdates& updates, uint64_t from, uint64_t to) {
       for (uint64_t step = from; step < to; ++step) {
-        std::vector<Array> update = made_up(engine.rank(), step);
+        std::vector<Floats> update = made_up(engine.rank(), step);
         updates.exchange(step, pointers<const float>(update), pointers<float>(weights), {});
       }
     };

@@ -30,7 +30,7 @@
 namespace {
 
 using namespace gradwire;
-using Bytes = std::vector<std::byte>;
+using FuzzBytes = std::vector<std::byte>;
 
 constexpr Limits kLimits{.max_elements = 1 << 18, .max_tensors = 1 << 12};
 
@@ -39,18 +39,18 @@ void promise(bool kept) {
 }
 
 template <class T>
-T load(const Bytes& bytes, size_t at) {
+T load(const FuzzBytes& bytes, size_t at) {
   T value{};
   if (at + sizeof value <= bytes.size()) std::memcpy(&value, bytes.data() + at, sizeof value);
   return value;
 }
 template <class T>
-void store(Bytes& bytes, size_t at, T value) {
+void store(FuzzBytes& bytes, size_t at, T value) {
   if (at + sizeof value <= bytes.size()) std::memcpy(bytes.data() + at, &value, sizeof value);
 }
 
 // Reads one piece of input after another; zeros when it is used up.
-struct Source {
+struct FuzzInput {
   const uint8_t* data;
   size_t size;
   template <class T>
@@ -71,7 +71,7 @@ struct Way {
 };
 
 // True if the message was taken.
-bool decode(const Bytes& message, const Way& way) {
+bool decode(const FuzzBytes& message, const Way& way) {
   try {
     const Head head = read_head(message, kLimits);
     std::vector<TensorSpec> tensors = head.tensors;
@@ -79,7 +79,7 @@ bool decode(const Bytes& message, const Way& way) {
     const Plan plan(tensors);
     promise(plan.message_bytes() == message.size());
     const auto runner = make_runner(plan, way.device);
-    std::vector<Bytes> values;  // blocks of their own, so that a write beyond is seen
+    std::vector<FuzzBytes> values;  // blocks of their own, so that a write beyond is seen
     std::vector<void*> outputs;
     for (const TensorSpec& t : tensors) outputs.push_back(values.emplace_back(t.count * bytes_of(t.dtype)).data());
     runner->decode(message, outputs, way.write);
@@ -92,7 +92,7 @@ bool decode(const Bytes& message, const Way& way) {
 }
 
 // Every way must agree; the message chooses which one is tried beside the first.
-void decode_both(const Bytes& message) {
+void decode_both(const FuzzBytes& message) {
   const Device scalar{.simd = "scalar"};
   static const std::vector<Way> ways = {{.device = scalar},
                                         {.write = Write::add},
@@ -107,7 +107,7 @@ void decode_both(const Bytes& message) {
 }
 
 void fuzz_message(const uint8_t* data, size_t size) {
-  Bytes message(size);
+  FuzzBytes message(size);
   if (size > 0) std::memcpy(message.data(), data, size);
   decode_both(message);
   store(message, wire::header::total_bytes, uint64_t{size});
@@ -116,7 +116,7 @@ void fuzz_message(const uint8_t* data, size_t size) {
 }
 
 // A well-formed message of one to three tensors, some bytes of which are changed.
-void fuzz_mutated(Source source) {
+void fuzz_mutated(FuzzInput source) {
   static const std::vector<std::string> kSpecs = [] {
     std::vector<std::string> all;
     for (const CodecInfo& info : codecs()) all.insert(all.end(), info.specs.begin(), info.specs.end());
@@ -146,7 +146,7 @@ void fuzz_mutated(Source source) {
       t.codec = fit(t.codec, inputs.back(), t.count, DType::f32);  // with a table in the head
   }
   const Plan plan(tensors);
-  Bytes message(plan.message_bytes());
+  FuzzBytes message(plan.message_bytes());
   const uint32_t world = source.next<uint8_t>() + 1u;
   const Stamp stamp{.seed = 1, .step = 2, .stage = 3, .rank = world - 1, .world = world};
   const auto runner = make_runner(plan, Device{});
@@ -253,7 +253,7 @@ void fuzz_texts(const std::string& text) {
 }
 
 // A table that did not come from a fit, for every codec that learns one, and for one that does not.
-void fuzz_tables(Source source) {
+void fuzz_tables(FuzzInput source) {
   static const std::vector<std::string> kSpecs = [] {
     std::vector<std::string> all = {"qsgd"};
     for (const CodecInfo& info : codecs())
@@ -271,7 +271,7 @@ void fuzz_tables(Source source) {
     for (float& v : x) v = source.next<float>();
     const Plan plan({{"t", x.size(), DType::f32, fitted}});
     const auto runner = make_runner(plan, Device{});
-    Bytes message(plan.message_bytes());
+    FuzzBytes message(plan.message_bytes());
     const void* in[] = {x.data()};
     void* out[] = {y.data()};
     runner->encode(in, {}, message);
@@ -282,7 +282,7 @@ void fuzz_tables(Source source) {
   }
 }
 
-void load_residuals(const Bytes& bytes) {
+void load_residuals(const FuzzBytes& bytes) {
   static const int file = ::memfd_create("residuals", MFD_CLOEXEC);
   static const std::string path = "/proc/self/fd/" + std::to_string(file);
   promise(::ftruncate(file, 0) == 0 &&
@@ -296,7 +296,7 @@ void load_residuals(const Bytes& bytes) {
 }
 
 // The checksums of a residual file made right, as far as its own numbers can be followed; see feedback/residual_file.h.
-void reseal_residuals(Bytes& bytes) {
+void reseal_residuals(FuzzBytes& bytes) {
   store(bytes, 32, uint64_t{bytes.size()});
   const uint64_t entries = load<uint64_t>(bytes, 16), table = load<uint64_t>(bytes, 24),
                  width = load<uint32_t>(bytes, 12) == 0 ? 4 : 2;
@@ -316,7 +316,7 @@ void reseal_residuals(Bytes& bytes) {
 }
 
 void fuzz_residuals(const uint8_t* data, size_t size) {
-  Bytes bytes(size);
+  FuzzBytes bytes(size);
   std::memcpy(bytes.data(), data, size);
   load_residuals(bytes);
   reseal_residuals(bytes);

@@ -47,20 +47,20 @@ struct Tensor {
   Edit edit = Edit::none;
 };
 
-struct Case {
+struct GoldenCase {
   std::string name;
   std::vector<Tensor> tensors;
   Stamp stamp = {.seed = 1, .step = 7, .stage = 0, .rank = 0, .world = 1};
   bool large = false;  // no files of the input and the decoded values: they are too big to keep, their hashes do
 };
 
-inline Case one(const std::string& name, const std::string& spec, uint64_t count, float scale = 0.01f,
-                Edit edit = Edit::none, DType dtype = DType::f32) {
+inline GoldenCase one(const std::string& name, const std::string& spec, uint64_t count, float scale = 0.01f,
+                      Edit edit = Edit::none, DType dtype = DType::f32) {
   return {name, {{{"w", count, dtype, Codec::parse(spec)}, count + 1, scale, edit}}};
 }
 
-inline Case one(const std::string& name, const Codec& codec, uint64_t count, float scale = 0.01f,
-                Edit edit = Edit::none, DType dtype = DType::f32) {
+inline GoldenCase one(const std::string& name, const Codec& codec, uint64_t count, float scale = 0.01f,
+                      Edit edit = Edit::none, DType dtype = DType::f32) {
   return {name, {{{"w", count, dtype, codec}, count + 1, scale, edit}}};
 }
 
@@ -93,7 +93,7 @@ inline std::vector<uint32_t> frequencies(uint32_t mantissa, double theta) {
 }
 
 // The codecs of methods.cc: a code an element.
-inline void add_methods(std::vector<Case>& all) {
+inline void add_methods(std::vector<GoldenCase>& all) {
   for (uint64_t count : {0, 1, 33, 1025}) all.push_back(one(fmt::format("optquant_{}", count), "optquant", count));
   for (int bits = 2; bits <= 8; ++bits) {
     const std::string spec = fmt::format("optquant:bits={}", bits);
@@ -166,7 +166,7 @@ inline void add_methods(std::vector<Case>& all) {
 }
 
 // Those of structured.cc.
-inline void add_structured(std::vector<Case>& all) {
+inline void add_structured(std::vector<GoldenCase>& all) {
   for (uint64_t count : {1, 3, 33, 1025, 2500}) all.push_back(one(fmt::format("casq_{}", count), "casq", count));
   for (int bits = 1; bits <= 4; ++bits) {
     all.push_back(one(fmt::format("casq_bits{}", bits), fmt::format("casq:bits={},budget=0.1", bits), 1061));
@@ -214,8 +214,8 @@ inline void add_structured(std::vector<Case>& all) {
   all.push_back(one("fft_f16", "fft:chunk=256", 300, 0.01f, Edit::none, DType::f16));
 }
 
-inline std::vector<Case> cases() {
-  std::vector<Case> all;
+inline std::vector<GoldenCase> cases() {
+  std::vector<GoldenCase> all;
   for (uint64_t count : {0, 1, 33, 1023, 1024, 1025}) all.push_back(one(fmt::format("qsgd_{}", count), "qsgd", count));
   for (int bits : {2, 3, 5, 6, 7, 8})
     all.push_back(one(fmt::format("qsgd_bits{}", bits), fmt::format("qsgd:bits={}", bits), 1061));
@@ -325,7 +325,7 @@ inline std::vector<Case> cases() {
         with("e", 44, Codec::parse("fft:schedule=rate,smooth=2,until=9,refit=2")),
         with("f", 45, Codec::parse("rangefloat:refit=3"))}});
 
-  const std::vector<Case> large = {
+  const std::vector<GoldenCase> large = {
       one("large_onebit", "onebit", 40000),
       one("large_onebit_paper", "onebit:mode=paper", 40000),
       one("large_terngrad", "terngrad", 40000),
@@ -339,7 +339,7 @@ inline std::vector<Case> cases() {
       one("large_casq_bits3", "casq:bits=3,budget=0.02", 33000),
       one("large_casq_paper", "casq:bits=1,mode=paper,budget=0.002,counts=on", 70000),
   };
-  for (const Case& c : large) {
+  for (const GoldenCase& c : large) {
     all.push_back(c);
     all.back().large = true;
   }
@@ -375,20 +375,20 @@ inline std::vector<float> input(const Tensor& t) {
   return values;
 }
 
-inline std::vector<TensorSpec> specs(const Case& c) {
+inline std::vector<TensorSpec> specs(const GoldenCase& c) {
   std::vector<TensorSpec> out;
   for (const Tensor& t : c.tensors) out.push_back(t.spec);
   return out;
 }
 
-inline std::vector<float> inputs(const Case& c) {  // all tensors, one after another
+inline std::vector<float> inputs(const GoldenCase& c) {  // all tensors, one after another
   std::vector<float> out;
   for (const Tensor& t : c.tensors)
     for (float x : input(t)) out.push_back(x);
   return out;
 }
 
-inline std::vector<std::byte> encode(const Case& c, const Plan& plan, const Device& device) {
+inline std::vector<std::byte> encode(const GoldenCase& c, const Plan& plan, const Device& device) {
   std::vector<std::vector<float>> f32;
   std::vector<std::vector<uint16_t>> halves;
   std::vector<const void*> pointers;
@@ -431,12 +431,12 @@ uint64_t hash(const std::vector<T>& values) {
   return XXH64(values.data(), values.size() * sizeof(T), 0);
 }
 
-inline std::string manifest(const std::vector<Case>& all) {
+inline std::string manifest(const std::vector<GoldenCase>& all) {
   std::string text = fmt::format("{{\n\"wire_format\": {},\n", kWireVersion);
   for (const bool large : {false, true}) {
     text += fmt::format("\"{}\": [", large ? "large" : "frames");
     const char* comma = "";
-    for (const Case& c : all) {
+    for (const GoldenCase& c : all) {
       if (c.large != large) continue;
       const Plan plan(specs(c));
       const std::vector<std::byte> message = encode(c, plan, {});

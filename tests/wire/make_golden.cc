@@ -36,7 +36,7 @@ int main(int argc, char** argv) {
   }
   const std::string folder = std::string(argv[1]) + "/";
   const gradwire::Device scalar{.simd = "scalar"};  // the reference loop
-  for (const golden::Case& c : golden::cases()) {
+  for (const golden::GoldenCase& c : golden::cases()) {
     const gradwire::Plan plan(golden::specs(c));
     const std::vector<std::byte> message = golden::encode(c, plan, scalar);
     write(folder + c.name + ".gw", message.data(), message.size());

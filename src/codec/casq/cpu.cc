@@ -17,7 +17,7 @@ namespace gradwire {
 CasqUnit casq_unit(const Span& s, uint64_t number) {
   const Scheme& scheme = *s.scheme;
   const uint64_t size = unit_elements(scheme, s.count), begin = number * size, n = min_u64(size, s.count - begin);
-  const uint64_t at = side_offset(scheme, s.count) + number * casq_table_words(scheme, size);
+  const uint64_t at = scales_offset(scheme, s.count) + number * casq_table_words(scheme, size);
   return {begin, n, buckets_of(scheme, n), s.region + at, s.region_index + at, casq_table_words(scheme, n)};
 }
 

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(256)
   Check check;
   for (uint32_t p = blockIdx.x; p < job.piece_count; p += gridDim.x) {
     const CudaPiece piece = job.pieces[p];
-    const uint64_t side = piece.region + side_offset(job.scheme, piece.count),
+    const uint64_t scales = piece.region + scales_offset(job.scheme, piece.count),
                    buckets = buckets_of(job.scheme, piece.count);
     const uint64_t words = casq_table_words(job.scheme, piece.count);
     const uint32_t top = job.tops[p];
@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(256)
         const uint32_t count = work.counts[b];
         word = w <= buckets ? float_bits(hash_mean(static_cast<int64_t>(work.sums[b]), count, step)) : count;
       }
-      job.body[side + w] = word;
-      check.loose += word_part(word, side + w);
+      job.body[scales + w] = word;
+      check.loose += word_part(word, scales + w);
     }
   }
   check.flush(job.check);
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(256) hash_residuals(const __grid_constant__ Cu
     const uint32_t n = static_cast<uint32_t>(min_u64(kBlock, piece.count - item.number * kBlock));
     at.go(job, item, lane);
     if (at.top >= kInfBits || job.before[piece.tensor] == nullptr) continue;  // hash_add has kept what was there
-    const uint32_t* const means = job.body + piece.region + side_offset(job.scheme, piece.count) + 1;
+    const uint32_t* const means = job.body + piece.region + scales_offset(job.scheme, piece.count) + 1;
     float x[32];
     load_block<true>(job, piece, item.number, lane, x);
     BlockCodes<kBits> codes;
@@ -137,13 +137,13 @@ __global__ void __launch_bounds__(256) hash_check(const __grid_constant__ CudaJo
   uint32_t problem = 0;
   for (uint32_t p = blockIdx.x; p < job.piece_count; p += gridDim.x) {
     const CudaPiece piece = job.pieces[p];
-    const uint64_t side = piece.region + side_offset(job.scheme, piece.count),
+    const uint64_t scales = piece.region + scales_offset(job.scheme, piece.count),
                    buckets = buckets_of(job.scheme, piece.count);
     const uint64_t words = casq_table_words(job.scheme, piece.count);
-    const bool marked = job.body[side] == kMarker;
+    const bool marked = job.body[scales] == kMarker;
     for (uint64_t w = blockIdx.y * 256ull + threadIdx.x; w < words; w += gridDim.y * 256ull) {
-      const uint32_t word = job.body[side + w];
-      check.loose += word_part(word, side + w);
+      const uint32_t word = job.body[scales + w];
+      check.loose += word_part(word, scales + w);
       if (w == 0)
         problem |= !marked && word >= kInfBits ? kBadScales : 0;
       else if (marked ? word != 0 : w <= buckets && !finite_bits(word))
@@ -164,8 +164,8 @@ __global__ void __launch_bounds__(256) hash_decode(const __grid_constant__ CudaJ
     const CudaPiece& piece = item.piece;
     const uint32_t n = static_cast<uint32_t>(min_u64(kBlock, piece.count - item.number * kBlock));
     at.go(job, item, lane);
-    const uint32_t* const side = job.body + piece.region + side_offset(job.scheme, piece.count);
-    const bool marked = side[0] == kMarker;
+    const uint32_t* const scales = job.body + piece.region + scales_offset(job.scheme, piece.count);
+    const bool marked = scales[0] == kMarker;
     BlockCodes<kBits> codes;
     problem |= codes.load(job, piece, item.number, n, lane, check);
 #pragma unroll
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(256) hash_decode(const __grid_constant__ CudaJ
       const uint32_t e = row * 32 + lane, b = at.bucket(item, e, codes.at(row));
       if (e < n)
         store_value(job.out[piece.tensor], job.dtype, job.add, item.number * kBlock + e,
-                    bits_float(marked ? kMarker : side[1 + b]));
+                    bits_float(marked ? kMarker : scales[1 + b]));
     }
   }
   report(job, problem, check);

@@ -139,7 +139,7 @@ struct CasqTile {
     elements = static_cast<uint32_t>(min_u64(kTile, count - begin));
     buckets = static_cast<uint32_t>(buckets_of(job.scheme, elements));
     pairs = (buckets + 1) / 2;
-    table = item.piece.region + side_offset(job.scheme, count) + item.number * casq_table_words(job.scheme, kTile);
+    table = item.piece.region + scales_offset(job.scheme, count) + item.number * casq_table_words(job.scheme, kTile);
   }
 };
 

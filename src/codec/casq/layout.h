@@ -41,7 +41,7 @@ GW_HD inline uint64_t casq_table_words(const Scheme& s, uint64_t n) {
 // Of a tensor: its codes, then the tables of its units.
 inline uint64_t casq_region_words(const Scheme& s, uint64_t count) {
   const uint64_t unit = unit_elements(s, count), full = count / unit, rest = count % unit;
-  return side_offset(s, count) + full * casq_table_words(s, unit) + (rest ? casq_table_words(s, rest) : 0);
+  return scales_offset(s, count) + full * casq_table_words(s, unit) + (rest ? casq_table_words(s, rest) : 0);
 }
 
 // What the table of a codec says: K - 1 thresholds in units of the root mean square, and then a word per cluster. In

@@ -21,7 +21,7 @@ UnitProblem merge_casq(const Span& span, std::span<const uint32_t* const> region
   for (const uint32_t* region : regions) {
     use(region);
     if (const UnitProblem problem = check_casq(s, 0); problem.field) return problem;
-    const uint32_t* table = region + side_offset(*s.scheme, count);
+    const uint32_t* table = region + scales_offset(*s.scheme, count);
     marked |= table[0] == kMarker;
     for (uint64_t b = 0; b < buckets; ++b) {
       const double load = table[1 + buckets + b];

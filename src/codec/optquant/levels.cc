@@ -25,22 +25,22 @@ constexpr double kGap = 1.0 / (1 << 20);  // between magnitudes; floats in [-1, 
 constexpr int kStride = 4;                // the plain programme's candidates, in edges
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-struct Sums {
+struct LevelSums {
   double w = 0, m = 0, q = 0;  // of weight, weight r, weight r^2
-  friend Sums operator-(const Sums& a, const Sums& b) { return {a.w - b.w, a.m - b.m, a.q - b.q}; }
+  friend LevelSums operator-(const LevelSums& a, const LevelSums& b) { return {a.w - b.w, a.m - b.m, a.q - b.q}; }
   double about(double c) const { return q - 2 * c * m + c * c * w; }  // weight (r - c)^2
 };
 
 // The model of the data: sums below any point, and costs of cells under one rule.
-class Model {
+class LevelModel {
  public:
-  Model(const LevelBins& bins, const LevelRule& rule) : bins_(bins), edge_(bins.edge), below_(bins.edge.size()) {
+  LevelModel(const LevelBins& bins, const LevelRule& rule) : bins_(bins), edge_(bins.edge), below_(bins.edge.size()) {
     double total = 0;
     for (double w : bins.weight) total += w;
     scale_ = total > 0 ? 1 / total : 0;
     for (size_t b = 0; b < bins.weight.size(); ++b) {
       double w = bins.weight[b] * scale_, mean = bins.mean[b], half = half_width(b);
-      const Sums& s = below_[b];
+      const LevelSums& s = below_[b];
       below_[b + 1] = {s.w + w, s.m + w * mean, s.q + w * (mean * mean + half * half / 3)};
     }
     kappa_ = rule.biased ? (rule.kappa > kNearest ? 0.5 : rule.kappa) : 0;
@@ -50,7 +50,7 @@ class Model {
   }
 
   const std::vector<double>& edge() const { return edge_; }
-  const Sums& below(size_t i) const { return below_[i]; }
+  const LevelSums& below(size_t i) const { return below_[i]; }
   double kappa() const { return kappa_; }
   bool empty() const { return scale_ == 0; }
   size_t bin(double x) const {
@@ -58,11 +58,11 @@ class Model {
     return std::min(i ? i - 1 : 0, edge_.size() - 2);
   }
 
-  Sums below(double x) const {
+  LevelSums below(double x) const {
     if (x <= 0) return {};
     if (x >= edge_.back()) return below_.back();
     size_t b = bin(x);
-    Sums s = below_[b];
+    LevelSums s = below_[b];
     double w = bins_.weight[b] * scale_, half = half_width(b);
     double low = bins_.mean[b] - half, high = bins_.mean[b] + half;
     if (w == 0 || x <= low) return s;
@@ -74,10 +74,10 @@ class Model {
   // The cost of what lies in [max(c, 0), d]. A cell with c < 0 is the middle one, c = -d.
   double cell(double c, double d) const {
     double width = d - c;
-    Sums from = below(c), to = below(d);
+    LevelSums from = below(c), to = below(d);
     if (kappa_ == 0) return middle(to - from, c, width);
-    Sums up = below(d - kappa_ * width);
-    Sums down = kappa_ == 0.5 ? up : below(c + kappa_ * width);
+    LevelSums up = below(d - kappa_ * width);
+    LevelSums down = kappa_ == 0.5 ? up : below(c + kappa_ * width);
     double cost = (down - from).about(c) + (to - up).about(d);
     return kappa_ == 0.5 ? cost : cost + middle(up - down, c, width);
   }
@@ -95,21 +95,22 @@ class Model {
   double half_width(size_t b) const { return std::min(bins_.mean[b] - edge_[b], edge_[b + 1] - bins_.mean[b]); }
 
   // Where rounding is random: with u = r - c, bias^2 + variance / workers = square u (u - width) + constant width^2.
-  double middle(const Sums& s, double c, double width) const {
+  double middle(const LevelSums& s, double c, double width) const {
     double u = s.m - c * s.w;
     return square_ * (s.about(c) - width * u) + constant_ * width * width * s.w;
   }
 
   const LevelBins& bins_;
   const std::vector<double>& edge_;
-  std::vector<Sums> below_;
+  std::vector<LevelSums> below_;
   double scale_ = 0, kappa_ = 0, square_ = 0, constant_ = 0;
 };
 
 // Unbiased. D + (e_i + e_j)(M_j - M_i) - e_i e_j (W_j - W_i), ordered so that one i costs two products.
 class UnbiasedCost {
  public:
-  UnbiasedCost(const Model& model, bool zero) : model_(model), zero_(zero), a_(model.edge().size()), b_(a_.size()) {
+  UnbiasedCost(const LevelModel& model, bool zero)
+      : model_(model), zero_(zero), a_(model.edge().size()), b_(a_.size()) {
     for (size_t i = 0; i < b_.size(); ++i) b_[i] = model.edge()[i] * model.below(i).w - model.below(i).m;
   }
   double first(size_t j) const {
@@ -132,7 +133,7 @@ class UnbiasedCost {
   }
 
  private:
-  const Model& model_;
+  const LevelModel& model_;
   bool zero_;
   std::vector<double> a_, b_;
 };
@@ -141,7 +142,7 @@ class UnbiasedCost {
 // to 0 and costs only the sum of r^2 that is left out.
 class NearestCost {
  public:
-  NearestCost(const Model& model, bool zero) : zero_(zero), w_(model.edge().size()), m_(w_.size()) {
+  NearestCost(const LevelModel& model, bool zero) : zero_(zero), w_(model.edge().size()), m_(w_.size()) {
     for (size_t i = 0; i < w_.size(); ++i) w_[i] = model.below(i).w, m_[i] = model.below(i).m;
   }
   double first(size_t j) const { return zero_ ? 0 : -m_[j] * m_[j] / std::max(w_[j], kTiny); }
@@ -215,7 +216,7 @@ class MongeProgramme {
 // above it saturates.
 class PlainProgramme {
  public:
-  PlainProgramme(const Model& model, size_t stride) : model_(model) {
+  PlainProgramme(const LevelModel& model, size_t stride) : model_(model) {
     for (size_t i = 0; i + 1 < model.edge().size(); i += stride) at_.push_back(model.edge()[i]);
     at_.push_back(model.edge().back());
     size_t n = at_.size();
@@ -250,7 +251,7 @@ class PlainProgramme {
   }
 
  private:
-  const Model& model_;
+  const LevelModel& model_;
   std::vector<double> at_, table_;
 };
 
@@ -266,7 +267,7 @@ void separate(std::vector<double>& magnitudes) {
 }
 
 // Moves one level at a time by ever smaller steps, as long as that lowers the error.
-void polish(const Model& model, std::vector<double>& x, bool zero, bool top_is_one, int stride) {
+void polish(const LevelModel& model, std::vector<double>& x, bool zero, bool top_is_one, int stride) {
   size_t movable = x.size() - (top_is_one ? 1 : 0);
   for (double step = stride / 2.0; step > 0.01; step /= 2) {
     for (size_t j = 0; j < movable; ++j) {
@@ -309,7 +310,7 @@ void check(int bits, const LevelRule& rule, const LevelHistogram& histogram) {
 // The programme that fits the rule; one of these serves the sets with zero and those without.
 class Solver {
  public:
-  Solver(const Model& model, bool biased, int stride) : model_(model), biased_(biased) {
+  Solver(const LevelModel& model, bool biased, int stride) : model_(model), biased_(biased) {
     if (biased && model.kappa() < 0.5) plain_.emplace(model, stride);
   }
 
@@ -325,7 +326,7 @@ class Solver {
     std::vector<size_t> ends = MongeProgramme(NearestCost(model_, zero), edge.size(), count + zero).solve();
     size_t from = zero ? ends[0] : 0;
     for (size_t k = zero; k < ends.size(); from = ends[k], ++k) {
-      Sums inside = model_.below(ends[k]) - model_.below(from);
+      LevelSums inside = model_.below(ends[k]) - model_.below(from);
       double low = edge[from], high = edge[ends[k]];
       magnitudes.push_back(inside.w > 0 ? std::clamp(inside.m / inside.w, low, high) : (low + high) / 2);
     }
@@ -333,7 +334,7 @@ class Solver {
   }
 
  private:
-  const Model& model_;
+  const LevelModel& model_;
   bool biased_;
   std::optional<PlainProgramme> plain_;
 };
@@ -347,7 +348,7 @@ double LevelHistogram::edge(int i) {
 
 void LevelHistogram::add(std::span<const float> values, float top, int64_t weight) {
   for (float value : values) {
-    Place to = place(std::min(std::fabs(value) / top, 1.0f));
+    BinPosition to = place(std::min(std::fabs(value) / top, 1.0f));
     counts[2 * to.bin] += weight;
     counts[2 * to.bin + 1] += weight * to.position;
   }
@@ -370,14 +371,14 @@ LevelBins level_bins(const LevelHistogram& histogram) {
 
 std::vector<double> best_magnitudes(const LevelBins& bins, int count, bool zero, const LevelRule& rule, int stride) {
   GW_CHECK(bins.weight.size() / stride > static_cast<size_t>(count));
-  Model model(bins, rule);
+  LevelModel model(bins, rule);
   return Solver(model, rule.biased, stride).solve(count, zero);
 }
 
 LevelFit fit_levels(const LevelHistogram& histogram, int bits, const LevelRule& rule) {
   check(bits, rule, histogram);
   LevelBins bins = level_bins(histogram);
-  Model model(bins, rule);
+  LevelModel model(bins, rule);
   LevelFit fit;
   if (model.empty()) {
     int last = (1 << bits) - 1;

@@ -29,11 +29,11 @@ struct LevelHistogram {
   static constexpr int kBins = 2048;
   static constexpr int kPositions = 256;  // a position is 0..256: both ends of a bin are exact
 
-  struct Place {
+  struct BinPosition {
     uint32_t bin;
     uint32_t position;
   };
-  static Place place(float r) {
+  static BinPosition place(float r) {
     float g = r * (255.0f / 256.0f) + 1.0f / 256.0f;
     uint32_t k = std::bit_cast<uint32_t>(g) - std::bit_cast<uint32_t>(1.0f / 256.0f);
     uint32_t bin = k >> 15 < kBins ? k >> 15 : kBins - 1;

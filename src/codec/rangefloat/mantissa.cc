@@ -39,7 +39,7 @@ struct Bin {
   }
 };
 
-struct Grid {
+struct CodeGrid {
   int mantissa;
   bool truncate;
   double lowest, zero;  // magnitudes: of code 1, and below which all is lost
@@ -132,7 +132,7 @@ double range_error(const MagnitudeHistogram& histogram, int bits, int mantissa, 
     weights += weight;
     const double place = (phase + (mantissa <= 6 ? 0 : .5)) / MagnitudeHistogram::kPhases;
     const double lowest = std::exp2(-binades) * (1 + (std::floor(place * steps) + 1) / steps);
-    const Grid grid{mantissa, truncate, lowest, truncate ? lowest : lowest / 2};
+    const CodeGrid grid{mantissa, truncate, lowest, truncate ? lowest : lowest / 2};
     for (int index = 0; index < MagnitudeHistogram::kBins; ++index) {
       const Bin bin(histogram, index);
       if (bin.count <= 0) continue;

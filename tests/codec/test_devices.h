@@ -44,15 +44,15 @@ inline std::vector<float> values_of(const Raw& raw, DType dtype = DType::f32) {
   return values;
 }
 
-struct Feedback {
+struct TestFeedback {
   std::vector<Raw> before;  // one a tensor
   DType dtype = DType::f32;
   float loss_scale = 1;
 };
 
-class Bed {
+class TestDevice {
  public:
-  explicit Bed(Device device) : device_(device), memory_(memory_of(device)) {}
+  explicit TestDevice(Device device) : device_(device), memory_(memory_of(device)) {}
 
   std::string name() const {
     if (device_.kind == Device::Kind::cuda) return "cuda";
@@ -62,10 +62,10 @@ class Bed {
   const Device& device() const { return device_; }
 
   // With feedback, `after` gets the new residuals.
-  Raw encode(const Plan& plan, const std::vector<Raw>& tensors, const Stamp& stamp, const Feedback* feedback = nullptr,
-             std::vector<Raw>* after = nullptr) const {
+  Raw encode(const Plan& plan, const std::vector<Raw>& tensors, const Stamp& stamp,
+             const TestFeedback* feedback = nullptr, std::vector<Raw>* after = nullptr) const {
     auto runner = make_runner(plan, device_);
-    std::vector<Buffer> in, before, next;
+    std::vector<DeviceBytes> in, before, next;
     std::vector<const void*> in_p, before_p;
     std::vector<void*> after_p;
     for (size_t i = 0; i < tensors.size(); ++i) {
@@ -78,7 +78,7 @@ class Bed {
         after_p.push_back(next.back().get());
       }
     }
-    Buffer message = upload(Raw(plan.message_bytes(), std::byte{0xdd}));
+    DeviceBytes message = upload(Raw(plan.message_bytes(), std::byte{0xdd}));
     const std::span<std::byte> bytes(static_cast<std::byte*>(message.get()), plan.message_bytes());
     if (feedback) {
       const Residuals residuals{before_p, after_p, feedback->dtype, feedback->loss_scale};
@@ -98,14 +98,14 @@ class Bed {
   std::vector<Raw> decode(const Plan& plan, const Raw& message, Write write = Write::set,
                           const std::vector<Raw>* start = nullptr, const Stamp* expected = nullptr) const {
     auto runner = make_runner(plan, device_);
-    std::vector<Buffer> out;
+    std::vector<DeviceBytes> out;
     std::vector<void*> out_p;
     for (size_t i = 0; i < plan.tensors().size(); ++i) {
       const TensorSpec& t = plan.tensors()[i];
       out.push_back(upload(start ? (*start)[i] : Raw(t.count * bytes_of(t.dtype), std::byte{0xcc})));
       out_p.push_back(out.back().get());
     }
-    Buffer bytes = upload(message);
+    DeviceBytes bytes = upload(message);
     runner->decode({static_cast<const std::byte*>(bytes.get()), message.size()}, out_p, write, expected);
     runner->wait();
     std::vector<Raw> result;
@@ -119,14 +119,14 @@ class Bed {
     std::shared_ptr<Memory> memory;
     void operator()(void* data) const { memory->release(data); }
   };
-  using Buffer = std::unique_ptr<void, Release>;
+  using DeviceBytes = std::unique_ptr<void, Release>;
 
-  Buffer upload(const Raw& raw) const {
-    Buffer buffer(memory_->allocate(raw.size()), Release{memory_});
+  DeviceBytes upload(const Raw& raw) const {
+    DeviceBytes buffer(memory_->allocate(raw.size()), Release{memory_});
     memory_->from_host(buffer.get(), raw.data(), raw.size());
     return buffer;
   }
-  Raw download(const Buffer& buffer, size_t bytes) const {
+  Raw download(const DeviceBytes& buffer, size_t bytes) const {
     Raw raw(bytes);
     memory_->to_host(raw.data(), buffer.get(), bytes);
     return raw;
@@ -137,8 +137,8 @@ class Bed {
 };
 
 // The reference loop first.
-inline std::vector<Bed> beds() {
-  std::vector<Bed> all;
+inline std::vector<TestDevice> test_devices() {
+  std::vector<TestDevice> all;
   all.emplace_back(Device{.simd = "scalar"});
   for (const std::string& target : simd_targets()) all.emplace_back(Device{.simd = target});
   if (cuda_devices() > 0) all.emplace_back(Device{.kind = Device::Kind::cuda});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations that know what must come, and errors as plain values: used by the tests of every engine.
+// Operations that check what they receive: used by the tests of every engine.
 //
 // Byte i of what rank `from` sends to rank `to` in operation `op` is a hash of (op, from, to, i). wrong() names the
 // first byte that is not as it must be, or is empty. Buffers begin filled with kUnwritten.
@@ -16,53 +16,32 @@
 #include <string>
 #include <vector>
 
+#include "engine/outcome.h"
 #include "gradwire/engine.h"
-#include "gradwire/error.h"
 
-namespace gradwire {
+namespace gradwire::test {
 
-inline constexpr int kEverybody = 1000;
+inline constexpr int kAllRanks = 1000;
 inline constexpr std::byte kUnwritten{0xA5};
 
-inline std::byte pattern(uint64_t op, int from, int to, size_t i) {
+inline std::byte expected_byte(uint64_t op, int from, int to, size_t i) {
   uint64_t h = (op * 0x9E3779B97F4A7C15ull) ^ (uint64_t(from) << 40) ^ (uint64_t(to) << 20) ^ (i >> 3);
   h = (h ^ (h >> 31)) * 0xBF58476D1CE4E5B9ull;
   return std::byte((h >> 24) >> ((i & 7) * 4));
 }
 
-inline void fill(std::span<std::byte> bytes, uint64_t op, int from, int to) {
-  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = pattern(op, from, to, i);
+inline void fill_expected(std::span<std::byte> bytes, uint64_t op, int from, int to) {
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = expected_byte(op, from, to, i);
 }
 
-inline std::string first_wrong(ConstBytes bytes, uint64_t op, int from, int to) {
+inline std::string first_wrong_byte(ConstBytes bytes, uint64_t op, int from, int to) {
   for (size_t i = 0; i < bytes.size(); ++i) {
-    if (bytes[i] != pattern(op, from, to, i)) {
+    if (bytes[i] != expected_byte(op, from, to, i)) {
       return "operation " + std::to_string(op) + ": byte " + std::to_string(i) + " from rank " + std::to_string(from) +
              " is wrong; ";
     }
   }
   return {};
-}
-
-// What a body threw, for tests that look at every part of it.
-struct Outcome {
-  bool threw = false;
-  ErrorKind kind = ErrorKind::usage;
-  std::string text, field;
-  int rank = -1;
-};
-
-inline Outcome outcome_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& e) {
-    return {true, e.kind(), e.what(), e.field(), e.rank()};
-  }
-  return {};
-}
-
-inline bool mentions(const Outcome& outcome, const std::string& words) {
-  return outcome.text.find(words) != std::string::npos;
 }
 
 using Buffers = std::vector<std::vector<std::byte>>;
@@ -72,20 +51,20 @@ std::vector<Span> spans_of(Buffers& buffers) {
   return {buffers.begin(), buffers.end()};
 }
 
-class Operation {
+class CheckedOperation {
  public:
-  virtual ~Operation() = default;
+  virtual ~CheckedOperation() = default;
   virtual Handle start(Engine& engine) = 0;
   virtual std::string wrong() const = 0;
 };
 
-class AllToAll : public Operation {
+class CheckedAllToAll : public CheckedOperation {
  public:
-  AllToAll(const Engine& engine, uint64_t op, const std::function<size_t(int from, int to)>& length)
+  CheckedAllToAll(const Engine& engine, uint64_t op, const std::function<size_t(int from, int to)>& length)
       : op_(op), me_(engine.rank()), send_(engine.size()), recv_(engine.size()) {
     for (int p = 0; p < engine.size(); ++p) {
       send_[p].resize(length(me_, p));
-      fill(send_[p], op_, me_, p);
+      fill_expected(send_[p], op_, me_, p);
       recv_[p].resize(length(p, me_), kUnwritten);
     }
   }
@@ -94,7 +73,7 @@ class AllToAll : public Operation {
   }
   std::string wrong() const override {
     std::string words;
-    for (size_t p = 0; p < recv_.size(); ++p) words += first_wrong(recv_[p], op_, static_cast<int>(p), me_);
+    for (size_t p = 0; p < recv_.size(); ++p) words += first_wrong_byte(recv_[p], op_, static_cast<int>(p), me_);
     return words;
   }
 
@@ -104,11 +83,11 @@ class AllToAll : public Operation {
   Buffers send_, recv_;
 };
 
-class AllGather : public Operation {
+class CheckedAllGather : public CheckedOperation {
  public:
-  AllGather(const Engine& engine, uint64_t op, const std::function<size_t(int from)>& length)
+  CheckedAllGather(const Engine& engine, uint64_t op, const std::function<size_t(int from)>& length)
       : op_(op), mine_(length(engine.rank())), recv_(engine.size()) {
-    fill(mine_, op_, engine.rank(), kEverybody);
+    fill_expected(mine_, op_, engine.rank(), kAllRanks);
     for (int p = 0; p < engine.size(); ++p) recv_[p].resize(length(p), kUnwritten);
   }
   Handle start(Engine& engine) override { return start_from(engine, mine_); }
@@ -116,7 +95,7 @@ class AllGather : public Operation {
   std::vector<std::byte>& received(int from) { return recv_[from]; }
   std::string wrong() const override {
     std::string words;
-    for (size_t p = 0; p < recv_.size(); ++p) words += first_wrong(recv_[p], op_, static_cast<int>(p), kEverybody);
+    for (size_t p = 0; p < recv_.size(); ++p) words += first_wrong_byte(recv_[p], op_, static_cast<int>(p), kAllRanks);
     return words;
   }
 
@@ -126,14 +105,14 @@ class AllGather : public Operation {
   Buffers recv_;
 };
 
-class Broadcast : public Operation {
+class CheckedBroadcast : public CheckedOperation {
  public:
-  Broadcast(const Engine& engine, uint64_t op, size_t length, int root)
+  CheckedBroadcast(const Engine& engine, uint64_t op, size_t length, int root)
       : op_(op), root_(root), data_(length, kUnwritten) {
-    if (engine.rank() == root) fill(data_, op_, root_, kEverybody);
+    if (engine.rank() == root) fill_expected(data_, op_, root_, kAllRanks);
   }
   Handle start(Engine& engine) override { return engine.broadcast(data_, root_); }
-  std::string wrong() const override { return first_wrong(data_, op_, root_, kEverybody); }
+  std::string wrong() const override { return first_wrong_byte(data_, op_, root_, kAllRanks); }
   bool untouched() const { return data_ == std::vector<std::byte>(data_.size(), kUnwritten); }
 
  private:
@@ -148,7 +127,7 @@ inline void random_operations(Engine& engine, int operations, uint64_t seed) {
   std::mt19937_64 shared(seed);
   std::mt19937_64 own(seed + 1 + static_cast<uint64_t>(engine.rank()));
   struct Flying {
-    std::unique_ptr<Operation> operation;
+    std::unique_ptr<CheckedOperation> operation;
     Handle handle;
   };
   std::deque<Flying> flying;
@@ -157,16 +136,16 @@ inline void random_operations(Engine& engine, int operations, uint64_t seed) {
     const uint64_t kind = draw % 8;
     const size_t scale = (draw >> 8) % 16 == 0 ? 60'000 : (draw >> 8) % 2 == 0 ? 900 : 3;
     const auto length = [=](int from, int to) {
-      return static_cast<size_t>(std::to_integer<uint64_t>(pattern(draw, from, to, 1)) * scale / 200);
+      return static_cast<size_t>(std::to_integer<uint64_t>(expected_byte(draw, from, to, 1)) * scale / 200);
     };
-    std::unique_ptr<Operation> operation;
+    std::unique_ptr<CheckedOperation> operation;
     if (kind < 3)
-      operation = std::make_unique<AllToAll>(engine, op, length);
+      operation = std::make_unique<CheckedAllToAll>(engine, op, length);
     else if (kind < 6)
-      operation = std::make_unique<AllGather>(engine, op, [&](int from) { return length(from, 0); });
+      operation = std::make_unique<CheckedAllGather>(engine, op, [&](int from) { return length(from, 0); });
     else if (kind < 7) {
       const int root = static_cast<int>((draw >> 16) % static_cast<uint64_t>(engine.size()));
-      operation = std::make_unique<Broadcast>(engine, op, length(root, root), root);
+      operation = std::make_unique<CheckedBroadcast>(engine, op, length(root, root), root);
     }
     Handle handle = operation ? operation->start(engine) : engine.barrier();
     flying.push_back({std::move(operation), std::move(handle)});
@@ -181,4 +160,4 @@ inline void random_operations(Engine& engine, int operations, uint64_t seed) {
   }
 }
 
-}  // namespace gradwire
+}  // namespace gradwire::test
