@@ -3,10 +3,8 @@
 // where most of a gradient's values are.
 #include <cmath>
 
-#include "codec/body.h"
 #include "codec/levels.h"
-#include "codec/parameters.h"
-#include "codec/stats.h"
+#include "codec/norm_buckets.h"
 
 namespace gradwire {
 namespace {
@@ -22,17 +20,6 @@ std::vector<float> exponential_levels(uint32_t bits) {
   return levels;
 }
 
-Scheme scheme(const Values& v) {
-  const Norm norm = v.choice("norm") == "l2" ? Norm::l2 : Norm::absmax;
-  return Scheme{.body = Body::levels,
-                .norm = norm,
-                .sums = sums_of(norm),
-                .bits = static_cast<uint8_t>(v.integer("bits")),
-                .nearest = v.choice("rounding") == "nearest",
-                .scale_words = 1,
-                .unit = v.integer("bucket")};
-}
-
 }  // namespace
 
 CodecDef codec_nuqsgd() {
@@ -43,12 +30,8 @@ CodecDef codec_nuqsgd() {
                     "nuqsgd:bits=6,bucket=2048,norm=l2"},
           .parameters = {integer("bits", "4", 2, 8, "bits of a code: zero and 2^(bits-1) - 1 powers of two per sign"),
                          bucket_parameter(), norm_parameter(), rounding_parameter()},
-          .scheme = scheme,
-          .traits =
-              [](const Values& v) {
-                const bool random = v.choice("rounding") == "random";
-                return Traits{.lossless = false, .unbiased = random, .feedback = !random, .unit = v.integer("bucket")};
-              },
+          .scheme = [](const Values& v) { return rounded_bucket_scheme(Body::levels, v); },
+          .traits = rounded_bucket_traits,
           .apply = [](const Values& v, Table, Scheme& s,
                       std::vector<float>& floats) { set_levels(exponential_levels(v.integer("bits")), 0, s, floats); },
           .nearest = round_to_nearest};

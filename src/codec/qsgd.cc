@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Alistarh et al., QSGD, NIPS 2017: levels -s..s of a norm per bucket, with s = 2^(bits-1) - 1.
-#include "codec/body.h"
-#include "codec/parameters.h"
-#include "codec/stats.h"
+#include "codec/norm_buckets.h"
 
 namespace gradwire {
 
@@ -15,22 +13,8 @@ CodecDef codec_qsgd() {
           .parameters = {integer("bits", "4", 2, 8,
                                  "bits of a code, sign included: 2^(bits-1) - 1 levels on each side of zero"),
                          bucket_parameter(), norm_parameter(), rounding_parameter()},
-          .scheme =
-              [](const Values& v) {
-                const Norm norm = v.choice("norm") == "l2" ? Norm::l2 : Norm::absmax;
-                return Scheme{.body = Body::uniform,
-                              .norm = norm,
-                              .sums = sums_of(norm),
-                              .bits = static_cast<uint8_t>(v.integer("bits")),
-                              .nearest = v.choice("rounding") == "nearest",
-                              .scale_words = 1,
-                              .unit = v.integer("bucket")};
-              },
-          .traits =
-              [](const Values& v) {
-                const bool random = v.choice("rounding") == "random";
-                return Traits{.lossless = false, .unbiased = random, .feedback = !random, .unit = v.integer("bucket")};
-              },
+          .scheme = [](const Values& v) { return rounded_bucket_scheme(Body::uniform, v); },
+          .traits = rounded_bucket_traits,
           .nearest = round_to_nearest};
 }
 

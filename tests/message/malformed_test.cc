@@ -149,7 +149,7 @@ TEST(Malformed, SpecBeyondTheHead) {
 
 TEST(Malformed, SpecPadding) {
   MessageBuilder message("topk", 100);  // 24 + 1 characters
-  const uint16_t length = load<uint16_t>(message.bytes, kSpecAt);
+  const uint16_t length = get_field<uint16_t>(message.bytes, kSpecAt);
   ASSERT_NE(length % 4, 0);
   EXPECT_EQ(message.set(kSpecAt + wire::spec::text + length, uint8_t{1}).field(), "spec");
 }
@@ -236,7 +236,7 @@ TEST(Malformed, Offset) {
   for (uint64_t offset : {uint64_t{1}, uint64_t{4}, ~uint64_t{3}})
     EXPECT_EQ(MessageBuilder("fp32", 5).set_row(0, row::offset, offset).field(), "tensor[0].offset");
   MessageBuilder message = two_specs();
-  message.set_row(1, row::offset, load<uint64_t>(message.bytes, message.table_at() + row::size + row::offset) - 4);
+  message.set_row(1, row::offset, get_field<uint64_t>(message.bytes, message.table_at() + row::size + row::offset) - 4);
   EXPECT_EQ(message.field(), "tensor[1].offset");
 }
 

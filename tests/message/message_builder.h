@@ -16,6 +16,7 @@
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 #include "gradwire/runner.h"
+#include "message/head_fields.h"
 #include "message/layout.h"
 #include "message/wire_offsets.h"
 
@@ -25,17 +26,6 @@ namespace header = wire::header;
 namespace row = wire::row;
 
 using ByteVector = std::vector<std::byte>;
-
-template <class T>
-T load(std::span<const std::byte> bytes, size_t at) {
-  T value;
-  std::memcpy(&value, bytes.data() + at, sizeof value);
-  return value;
-}
-template <class T>
-void store(std::span<std::byte> bytes, size_t at, T value) {
-  std::memcpy(bytes.data() + at, &value, sizeof value);
-}
 
 // Runs `read`; the field that it was refused for, or "" when it was not. A refusal must be an Error of kind frame that
 // names a field; any other exception goes on to the test and fails it.
@@ -83,11 +73,11 @@ class MessageBuilder {
   MessageBuilder(const std::string& spec, uint64_t count)
       : MessageBuilder({{"w", count, DType::f32, Codec::parse(spec)}}) {}
 
-  uint32_t head_bytes() const { return load<uint32_t>(bytes, header::head_bytes); }
+  uint32_t head_bytes() const { return get_field<uint32_t>(bytes, header::head_bytes); }
   size_t table_at() const {  // where the tensor table starts
     size_t at = header::size;
-    for (uint32_t i = 0; i < load<uint32_t>(bytes, header::spec_count); ++i)
-      at += spec_text_bytes(at) + load<uint16_t>(bytes, at + wire::spec::table_bytes);
+    for (uint32_t i = 0; i < get_field<uint32_t>(bytes, header::spec_count); ++i)
+      at += spec_text_bytes(at) + get_field<uint16_t>(bytes, at + wire::spec::table_bytes);
     return at;
   }
   size_t fitted_at() const { return header::size + spec_text_bytes(header::size); }  // the first spec's table
@@ -95,7 +85,7 @@ class MessageBuilder {
 
   template <class T>
   MessageBuilder& set(size_t at, T value) {
-    store(bytes, at, value);
+    put_field(bytes, at, value);
     return *this;
   }
   template <class T>
@@ -103,16 +93,16 @@ class MessageBuilder {
     return set(table_at() + index * row::size + at, value);
   }
   MessageBuilder& set_word(uint64_t word, uint32_t value) { return set(body_at(word), value); }
-  uint32_t word(uint64_t word) const { return load<uint32_t>(bytes, body_at(word)); }
+  uint32_t word(uint64_t word) const { return get_field<uint32_t>(bytes, body_at(word)); }
 
   // Writes the head anew with these specs; the table and the body stay.
   MessageBuilder& set_specs(const std::vector<std::string>& specs) {
-    const size_t rows = load<uint32_t>(bytes, header::tensor_count) * size_t{row::size}, from = table_at();
+    const size_t rows = get_field<uint32_t>(bytes, header::tensor_count) * size_t{row::size}, from = table_at();
     ByteVector head(bytes.begin(), bytes.begin() + header::size);
     for (const std::string& spec : specs) {
       const size_t at = head.size();
       head.resize(at + wire::spec::text + (spec.size() + 3) / 4 * 4);
-      store(std::span(head), at, static_cast<uint16_t>(spec.size()));
+      put_field(std::span(head), at, static_cast<uint16_t>(spec.size()));
       std::memcpy(head.data() + at + wire::spec::text, spec.data(), spec.size());
     }
     head.insert(head.end(), bytes.begin() + static_cast<ptrdiff_t>(from),
@@ -137,7 +127,7 @@ class MessageBuilder {
  private:
   // Bytes of the spec at `at`, without its table.
   size_t spec_text_bytes(size_t at) const {
-    return wire::spec::text + (load<uint16_t>(bytes, at + wire::spec::length) + 3u) / 4 * 4;
+    return wire::spec::text + (get_field<uint16_t>(bytes, at + wire::spec::length) + 3u) / 4 * 4;
   }
 };
 

@@ -107,7 +107,7 @@ TEST(Damage, EveryCutIsRefused) {
       ByteVector cut(whole.begin(), whole.begin() + static_cast<ptrdiff_t>(size));
       ASSERT_NE(refused_field([&] { read_message(cut); }), "") << c.name << " cut to " << size;
       if (size < header::size) continue;
-      store(std::span(cut), header::total_bytes, uint64_t{size});
+      put_field(std::span(cut), header::total_bytes, uint64_t{size});
       reseal(cut);
       ASSERT_NE(refused_field([&] { read_message(cut); }), "") << c.name << " cut to " << size << " and resealed";
     }
@@ -120,7 +120,7 @@ TEST(Damage, EveryLongerMessageIsRefused) {
       ByteVector longer = golden_frame(c);
       longer.resize(longer.size() + more);
       ASSERT_EQ(refused_field([&] { read_message(longer); }), "total_bytes") << c.name;
-      store(std::span(longer), header::total_bytes, uint64_t{longer.size()});
+      put_field(std::span(longer), header::total_bytes, uint64_t{longer.size()});
       reseal(longer);
       ASSERT_NE(refused_field([&] { read_message(longer); }), "") << c.name;
     }
@@ -151,7 +151,7 @@ TEST(Damage, EveryResealedFlipIsRefusedByNameOrWellFormed) {
   uint64_t taken = 0, refused = 0;
   for (const golden::GoldenCase& c : golden::cases()) {
     const ByteVector whole = golden_frame(c);
-    const size_t head_bytes = load<uint32_t>(whole, header::head_bytes);
+    const size_t head_bytes = get_field<uint32_t>(whole, header::head_bytes);
     const Plan plan(read_head(whole).tensors);
     const auto runner = make_runner(plan, Device{});
     std::vector<ByteVector> tensors;

@@ -55,15 +55,8 @@ namespace {
 }  // namespace
 
 const CasqKernels& casq_kernels(const Kernels& kernels) {
-  static const std::vector<CasqKernels> all = [] {
-    std::vector<CasqKernels> tables{CasqLanes<ScalarLane>::kernels("scalar")};
-    const int64_t usable = hwy::SupportedTargets();
-    (void)usable;
-#define GW_TARGET(bit, space) \
-  if (usable & (bit)) tables.push_back(space::make_casq_kernels());
-#include "codec/each_target-inl.h"
-    return tables;
-  }();
+  static const std::vector<CasqKernels> all =
+      target_tables<CasqKernels>({GW_EACH_TARGET(make_casq_kernels)}, {CasqLanes<ScalarLane>::kernels("scalar")});
   return table_of_target(all, kernels);
 }
 

@@ -6,10 +6,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "codec/body.h"
 #include "codec/dqsgd/fitter.h"
-#include "codec/parameters.h"
-#include "codec/stats.h"
+#include "codec/norm_buckets.h"
 
 namespace gradwire {
 namespace {
@@ -22,12 +20,6 @@ uint32_t width_of(const Values& v, Table table) {
     refuse_table(
         fmt::format("{} words, the first {}; expected one, 0 or from {} to {}", table.size(), table[0], least, most));
   return table[0];
-}
-
-Scheme scheme(const Values& v) {
-  const Norm norm = v.choice("norm") == "l2" ? Norm::l2 : Norm::absmax;
-  return Scheme{
-      .body = Body::uniform, .norm = norm, .sums = sums_of(norm), .scale_words = 1, .unit = v.integer("bucket")};
 }
 
 void apply(const Values& v, Table table, Scheme& s, std::vector<float>&) {
@@ -62,7 +54,7 @@ CodecDef codec_dqsgd() {
                       "lag: a step's width follows the norm of the step before; paper: its own, which has to be waited "
                       "for"),
                "paper")},
-      .scheme = scheme,
+      .scheme = [](const Values& v) { return norm_bucket_scheme(Body::uniform, v); },
       .traits =
           [](const Values& v) {
             return Traits{.lossless = false, .unbiased = true, .feedback = false, .unit = v.integer("bucket")};

@@ -127,15 +127,8 @@ struct FftScalarLane : ScalarLane {
 }  // namespace
 
 const FftKernels& fft_kernels(const Kernels& kernels) {
-  static const std::vector<FftKernels> all = [] {
-    std::vector<FftKernels> tables{FftDriver<FftScalarLane>::kernels("scalar")};
-    const int64_t usable = hwy::SupportedTargets();
-    (void)usable;
-#define GW_TARGET(bit, space) \
-  if (usable & (bit)) tables.push_back(space::make_fft_kernels());
-#include "codec/each_target-inl.h"
-    return tables;
-  }();
+  static const std::vector<FftKernels> all =
+      target_tables<FftKernels>({GW_EACH_TARGET(make_fft_kernels)}, {FftDriver<FftScalarLane>::kernels("scalar")});
   return table_of_target(all, kernels);
 }
 

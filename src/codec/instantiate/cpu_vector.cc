@@ -9,6 +9,7 @@
 
 #include "codec/body.h"
 #include "codec/stats.h"
+#include "codec/target_table.h"
 #include "core/random.h"
 #include "device/kernels.h"
 
@@ -68,15 +69,7 @@ HWY_AFTER_NAMESPACE();
 namespace gradwire {
 
 const std::vector<const Kernels*>& vector_kernels() {
-  static const std::vector<Kernels> all = [] {
-    std::vector<Kernels> tables;
-    const int64_t usable = hwy::SupportedTargets();
-    (void)usable;
-#define GW_TARGET(bit, space) \
-  if (usable & (bit)) tables.push_back(space::make_kernels());
-#include "codec/each_target-inl.h"
-    return tables;
-  }();
+  static const std::vector<Kernels> all = target_tables<Kernels>({GW_EACH_TARGET(make_kernels)});
   static const std::vector<const Kernels*> pointers = [] {
     std::vector<const Kernels*> out;
     for (const Kernels& table : all) out.push_back(&table);

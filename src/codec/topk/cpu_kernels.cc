@@ -51,15 +51,8 @@ namespace {
 }  // namespace
 
 const TopkKernels& topk_kernels(const Kernels& kernels) {
-  static const std::vector<TopkKernels> all = [] {
-    std::vector<TopkKernels> tables{TopkLanes<ScalarLane>::kernels("scalar")};
-    const int64_t usable = hwy::SupportedTargets();
-    (void)usable;
-#define GW_TARGET(bit, space) \
-  if (usable & (bit)) tables.push_back(space::make_topk_kernels());
-#include "codec/each_target-inl.h"
-    return tables;
-  }();
+  static const std::vector<TopkKernels> all =
+      target_tables<TopkKernels>({GW_EACH_TARGET(make_topk_kernels)}, {TopkLanes<ScalarLane>::kernels("scalar")});
   return table_of_target(all, kernels);
 }
 
