@@ -9,6 +9,7 @@ command a number was made, so that it can be made again.
     python3 bench/record.py                     all rows that this machine can make
     python3 bench/record.py --only threads      commands that contain a word
     python3 bench/record.py --dry-run           print the rows, append nothing
+    python3 bench/record.py --list              print the commands, run nothing
 """
 
 import argparse
@@ -52,21 +53,59 @@ def overview():
     ]
 
 
-def standard_set(cores, targets, gpu):
+# What is promised of single codecs. Every codec of the registry is measured; one without a promise as its example says.
+CPU_TARGETS = {
+    "qsgd:bits=4": {"encode_of_copy": ">= 0.65", "feedback_of_copy": ">= 0.45", "decode_of_copy": ">= 1.0"},
+    "optquant:bits=3": {"encode_of_copy": ">= 0.4", "decode_of_copy": ">= 0.7"},
+    "loggrid:k=2": {"encode_of_copy": ">= 0.55", "decode_of_copy": ">= 0.7"},
+    "unigrid:bits=8": {"encode_of_copy": ">= 0.55", "decode_of_copy": ">= 0.7"},
+    "rangefloat:bits=8": {"encode_of_copy": ">= 0.55", "decode_of_copy": ">= 0.7"},
+    "casq:bits=2": {"encode_of_copy": ">= 0.12", "decode_of_copy": ">= 0.25"},
+    "fft:theta=0.85": {"encode_of_copy": ">= 0.2", "decode_of_copy": ">= 0.2"},
+}
+CUDA_TARGETS = {
+    **{
+        f"qsgd:bits={bits}": {
+            "limit_fraction_encode": ">= 0.88",
+            "limit_fraction_feedback": ">= 0.85",
+            "limit_fraction_decode": ">= 0.85",
+        }
+        for bits in (4, 2, 8)
+    },
+    "topk:ratio=0.01": {"encode_GBps": ">= 1000"},
+    "optquant:bits=3": {"encode_GBps": ">= 2800", "feedback_encode_GBps": ">= 1050"},
+    "loggrid": {"limit_fraction_encode": ">= 0.8"},
+    "unigrid": {"limit_fraction_encode": ">= 0.8"},
+    "rangefloat": {"limit_fraction_encode": ">= 0.8"},
+    "casq:bits=2": {"encode_GBps": ">= 800"},
+    "fft:theta=0.85": {"encode_GBps": ">= 1200", "decode_GBps": ">= 1200"},
+}
+
+
+def codec_rows(device, options, codecs, targets, metrics):
+    """`bench codec` for each codec of the registry, with its targets."""
+    unknown = {spec for spec in targets if spec.partition(":")[0] not in {codec["codec"] for codec in codecs}}
+    if unknown:
+        sys.exit(f"record.py: targets name codecs that the program does not have: {', '.join(sorted(unknown))}")
+    for codec in codecs:
+        specs = [spec for spec in targets if spec.partition(":")[0] == codec["codec"]] or [codec["example"]]
+        for spec in specs:
+            wanted = targets.get(spec, {})
+            yield (
+                device,
+                f"bench codec --codec {spec} {options}",
+                [Metric(one.name, one.unit, wanted.get(one.name, ""), one.note) for one in metrics],
+            )
+
+
+def standard_set(cores, simd_targets, gpu, codecs):
     """(device, command, metrics) of every measurement; commands are arguments of the program."""
-    against_memcpy = "of the tensor's memcpy"
+    ways = ("encode", "feedback", "decode")
+    against_memcpy = [Metric(f"{way}_of_copy", "1", note="of the tensor's memcpy") for way in ways]
     # The target this processor would choose, and AVX2, for which the bounds were set.
-    for simd in [""] + [" --simd AVX2"] * ("AVX2" in targets[1:]):
-        yield (
-            "cpu",
-            f"bench codec --codec qsgd:bits=4 --elements 16777216 --threads 1{simd}",
-            [
-                Metric("encode_of_copy", "1", ">= 0.65", against_memcpy),
-                Metric("feedback_of_copy", "1", ">= 0.45", against_memcpy),
-                Metric("decode_of_copy", "1", ">= 1.0", against_memcpy),
-                *overview(),
-            ],
-        )
+    for simd in [""] + [" --simd AVX2"] * ("AVX2" in simd_targets[1:]):
+        options = f"--elements 16777216 --threads 1{simd}"
+        yield from codec_rows("cpu", options, codecs, CPU_TARGETS, [*against_memcpy, *overview()])
     for threads in sorted({2, cores} - {1}):
         if threads <= cores:
             yield (
@@ -96,39 +135,12 @@ def standard_set(cores, targets, gpu):
         [Metric("encode_list_over_single", "1"), Metric("decode_list_over_single", "1")],
     )
     yield "cpu", "bench codec --codec all --elements 16777216 --threads 1", overview()
-    # The methods: bounds for encoding and decoding, of the tensor's memcpy.
-    for codec, encode, decode in (
-        ("optquant:bits=3", 0.40, 0.7),
-        ("loggrid:k=2", 0.55, 0.7),
-        ("unigrid:bits=8", 0.55, 0.7),
-        ("rangefloat:bits=8", 0.55, 0.7),
-        ("casq:bits=2", 0.12, 0.25),
-        ("fft:theta=0.85", 0.20, 0.2),
-    ):
-        for simd in [""] + [" --simd AVX2"] * ("AVX2" in targets[1:]):
-            yield (
-                "cpu",
-                f"bench codec --codec {codec} --elements 16777216 --threads 1{simd}",
-                [
-                    Metric("encode_of_copy", "1", f">= {encode}", against_memcpy),
-                    Metric("feedback_of_copy", "1", note=against_memcpy),
-                    Metric("decode_of_copy", "1", f">= {decode}", against_memcpy),
-                    *overview(),
-                ],
-            )
     if not gpu:
         return
-    for bits in 4, 2, 8:
-        yield (
-            "cuda",
-            f"bench codec --codec qsgd:bits={bits} --elements 268435456 --device cuda",
-            [
-                Metric("limit_fraction_encode", "1", ">= 0.88"),
-                Metric("limit_fraction_feedback", "1", ">= 0.85"),
-                Metric("limit_fraction_decode", "1", ">= 0.85"),
-                *overview(),
-            ],
-        )
+    shares = [Metric(f"limit_fraction_{way}", "1") for way in ways]
+    yield from codec_rows(
+        "cuda", "--elements 268435456 --device cuda", codecs, CUDA_TARGETS, [*shares, *overview()]
+    )
     yield (
         "cuda",
         "bench codec --codec qsgd:bits=4 --list resnet50 --device cuda",
@@ -136,55 +148,6 @@ def standard_set(cores, targets, gpu):
             Metric("encode_list_over_single", "1", ">= 0.7"),
             Metric("decode_list_over_single", "1", ">= 0.7"),
             Metric("feedback_list_over_single", "1"),
-        ],
-    )
-    yield (
-        "cuda",
-        "bench codec --codec topk:ratio=0.01 --elements 268435456 --device cuda",
-        [
-            Metric("encode_GBps", "GB/s", ">= 1000"),
-            Metric("feedback_encode_GBps", "GB/s"),
-            Metric("decode_GBps", "GB/s"),
-        ],
-    )
-    shares = [Metric(f"limit_fraction_{way}", "1") for way in ("encode", "feedback", "decode")]
-    yield (
-        "cuda",
-        "bench codec --codec optquant:bits=3 --elements 268435456 --device cuda",
-        [
-            Metric("encode_GBps", "GB/s", ">= 2800"),
-            Metric("feedback_encode_GBps", "GB/s", ">= 1050"),
-            Metric("decode_GBps", "GB/s"),
-            *shares,
-            Metric("bits_per_element", "bit"),
-            Metric("ratio", "1"),
-            Metric("error", "1"),
-        ],
-    )
-    for codec in "loggrid", "unigrid", "rangefloat":
-        yield (
-            "cuda",
-            f"bench codec --codec {codec} --elements 268435456 --device cuda",
-            [Metric("limit_fraction_encode", "1", ">= 0.8"), *shares[1:], *overview()],
-        )
-    yield (
-        "cuda",
-        "bench codec --codec casq:bits=2 --elements 268435456 --device cuda",
-        [
-            Metric("encode_GBps", "GB/s", ">= 800"),
-            Metric("feedback_encode_GBps", "GB/s"),
-            Metric("decode_GBps", "GB/s"),
-            *shares,
-        ],
-    )
-    yield (
-        "cuda",
-        "bench codec --codec fft:theta=0.85 --elements 268435456 --device cuda",
-        [
-            Metric("encode_GBps", "GB/s", ">= 1200"),
-            Metric("feedback_encode_GBps", "GB/s"),
-            Metric("decode_GBps", "GB/s", ">= 1200"),
-            *shares,
         ],
     )
     yield "cuda", "bench codec --codec all --elements 268435456 --device cuda", overview()
@@ -277,6 +240,7 @@ def main():
     parser.add_argument("--out", type=Path, default=BENCH / "results.csv", help="the file to append to")
     parser.add_argument("--only", default="", metavar="WORD", help="only commands that contain this")
     parser.add_argument("--dry-run", action="store_true", help="print the rows and append nothing")
+    parser.add_argument("--list", action="store_true", help="print the commands and their targets, and run nothing")
     arguments = parser.parse_args()
 
     doctor = run_json([arguments.gradwire, "doctor", "--json"])[0]
@@ -291,12 +255,18 @@ def main():
         for row in new:
             print("  {:<24} {:>10} {:<5} {:<11} {:<4} {}".format(*row[4:9], row[9]), flush=True)
 
-    for device, command, metrics in standard_set(doctor["cores"], doctor["simd_targets"], gpu):
-        if arguments.only in command:
+    codecs = run_json([arguments.gradwire, "codecs", "--json"])
+    for device, command, metrics in standard_set(doctor["cores"], doctor["simd_targets"], gpu, codecs):
+        if arguments.list and arguments.only in command:
+            targets = (f"{metric.name} {metric.target}" for metric in metrics if metric.target)
+            print("; ".join([f"gradwire {command}", *targets]))
+        elif arguments.only in command:
             print(f"gradwire {command}", flush=True)
             machine = doctor["cuda"] if device == "cuda" else host
             results = run_json([arguments.gradwire, *command.split(), "--json"])
             keep(list(rows_of(device, f"gradwire {command}", metrics, results, machine)))
+    if arguments.list:
+        return
     if arguments.only in "topk_vs_torch":
         keep(topk_rows(arguments.gradwire, host))
     if arguments.only in "methods.py":
