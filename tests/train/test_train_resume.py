@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -91,7 +92,12 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_path
     for _ in range(2):
         with Live(*saved) as live:
             live.until_step(max(steps_in(folder), default=0) + 2)  # one more is saved for certain
-            while True:  # a step is saved after its event: the run is stopped there until a checkpoint is unfinished
+            # The run writes ahead until its pipe is full. Each line that is read lets it write the event of another
+            # step, after which it saves: it is watched until a checkpoint is unfinished, and stopped there.
+            while True:
+                give_up = time.monotonic() + 1
+                while not list(folder.glob("unfinished-*")) and time.monotonic() < give_up:
+                    pass
                 live.pause()
                 if list(folder.glob("unfinished-*")):
                     break
