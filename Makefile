@@ -17,8 +17,6 @@ TORCH ?= ON
 TORCH_PYTHON ?=
 export TORCH TORCH_PYTHON
 PREFIX ?= /usr/local
-# ccache may reuse objects that were compiled with a precompiled header.
-export CCACHE_SLOPPINESS ?= pch_defines,time_macros,include_file_mtime,include_file_ctime
 FUZZ_SECONDS ?= 600
 
 launcher = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)

@@ -31,5 +31,6 @@ function(gradwire_embed target)
               -P ${PROJECT_SOURCE_DIR}/cmake/embed.cmake
       DEPENDS ${input} ${PROJECT_SOURCE_DIR}/cmake/embed.cmake VERBATIM)
     target_sources(${target} PRIVATE ${output})
+    set_source_files_properties(${output} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   endforeach()
 endfunction()

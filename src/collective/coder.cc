@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "collective/model_core.h"
+#include "core/refuse.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -16,8 +17,6 @@ namespace {
 
 using Kind = CoderOptions::Kind;
 constexpr size_t kSlot = 16;  // messages begin at multiples of it
-
-[[noreturn]] void refuse(const std::string& words, const char* field) { throw Error(ErrorKind::usage, words, field); }
 
 // Messages, and the slots that they lie in.
 struct Slots {
@@ -38,7 +37,7 @@ struct Slots {
   template <class Byte>
   std::vector<std::span<Byte>> cut(std::span<Byte> buffer, const char* what) const {
     if (buffer.size() != total())
-      refuse(fmt::format("{} has {} bytes; the slots have {}", what, buffer.size(), total()), what);
+      refuse_usage(fmt::format("{} has {} bytes; the slots have {}", what, buffer.size(), total()), what);
     std::vector<std::span<Byte>> cut;
     for (size_t p = 0, at = 0; p < slots.size(); at += slots[p++]) cut.push_back(buffer.subspan(at, messages[p]));
     return cut;
@@ -53,7 +52,7 @@ struct ModelCoder::State : ModelCore {
 
 ModelCoder::ModelCoder(std::vector<NamedTensor> tensors, const CoderOptions& options) {
   if (options.reduce.commit == ReduceOptions::Commit::manual)
-    refuse("commit is manual; with a ModelCoder the caller ends a step with end() or abandon()", "commit");
+    refuse_usage("commit is manual; with a ModelCoder the caller ends a step with end() or abandon()", "commit");
   state_ = std::make_unique<State>(std::move(tensors), options);
   for (const Learning* one : state_->learnings)
     if (one->ahead())
@@ -92,7 +91,7 @@ size_t ModelCoder::stats_bytes() const {
 void ModelCoder::take_stats(std::span<std::byte> out) {
   State& s = *state_;
   if (!s.taught || out.size() != stats_bytes())
-    refuse(fmt::format("out has {} bytes; the statistics have {}", out.size(), stats_bytes()), "out");
+    refuse_usage(fmt::format("out has {} bytes; the statistics have {}", out.size(), stats_bytes()), "out");
   gradwire::take_stats(s.learnings, *s.taught, false, out);
 }
 
@@ -100,8 +99,9 @@ void ModelCoder::learn(std::span<const std::byte> all_ranks) {
   State& s = *state_;
   const size_t expected = stats_bytes() * static_cast<size_t>(s.options.world);
   if (!s.taught || all_ranks.size() != expected)
-    refuse(fmt::format("the statistics of {} ranks have {} bytes; got {}", s.options.world, expected, all_ranks.size()),
-           "all_ranks");
+    refuse_usage(
+        fmt::format("the statistics of {} ranks have {} bytes; got {}", s.options.world, expected, all_ranks.size()),
+        "all_ranks");
   gradwire::learn(s.learnings, *s.taught, false, all_ranks, s.options.world);
   s.taught.reset();
   s.save_learned();
@@ -163,21 +163,22 @@ struct BucketCoder::State {
   }
 
   void expect_up() const {
-    if (!core.has_up()) refuse("an all_gather has no way up", "kind");
+    if (!core.has_up()) refuse_usage("an all_gather has no way up", "kind");
   }
   void expect_down() const {
-    if (!core.has_down()) refuse("there is no way down: reduce_scatter and gather end with decode_up", "kind");
+    if (!core.has_down()) refuse_usage("there is no way down: reduce_scatter and gather end with decode_up", "kind");
   }
 
   // Pointers by the model's list of tensors, from those by this bucket's.
   template <class Pointer>
   std::vector<Pointer> spread(std::span<const Pointer> own, const char* what) const {
     if (own.size() != tensors.size())
-      refuse(fmt::format("{} has {} pointers; the bucket has {} tensors", what, own.size(), tensors.size()), what);
+      refuse_usage(fmt::format("{} has {} pointers; the bucket has {} tensors", what, own.size(), tensors.size()),
+                   what);
     std::vector<Pointer> all(model.job.tensors.size());
     for (size_t i = 0; i < own.size(); ++i) {
       if (!own[i] && model.job.tensors[tensors[i]].count > 0)
-        refuse(fmt::format("{} is null for tensor '{}'", what, model.job.tensors[tensors[i]].name), what);
+        refuse_usage(fmt::format("{} is null for tensor '{}'", what, model.job.tensors[tensors[i]].name), what);
       all[tensors[i]] = own[i];
     }
     return all;
@@ -203,7 +204,8 @@ void BucketCoder::begin(std::span<const uint8_t> idle) {
   std::vector<uint8_t> all;
   if (!idle.empty()) {
     if (idle.size() != s.tensors.size())
-      refuse(fmt::format("idle has {} entries; the bucket has {} tensors", idle.size(), s.tensors.size()), "idle");
+      refuse_usage(fmt::format("idle has {} entries; the bucket has {} tensors", idle.size(), s.tensors.size()),
+                   "idle");
     all.resize(s.model.job.tensors.size());
     for (size_t i = 0; i < idle.size(); ++i) all[s.tensors[i]] = idle[i];
   }
@@ -236,7 +238,7 @@ void BucketCoder::decode_up(std::span<const std::byte> recv, std::span<void* con
   std::vector<void*> to;
   if (s.model.options.kind == Kind::reduce_scatter) {
     if (out.size() != mine.size())
-      refuse(fmt::format("out has {} pointers; this rank has {} tensors", out.size(), mine.size()), "out");
+      refuse_usage(fmt::format("out has {} pointers; this rank has {} tensors", out.size(), mine.size()), "out");
     to.assign(out.begin(), out.end());
   } else if (!s.core.has_down()) {
     to = locate(s.model.job, mine, std::span<void* const>(s.spread(out, "out")));
@@ -251,9 +253,9 @@ void BucketCoder::encode_down(std::span<std::byte> mine, std::span<const void* c
   s.expect_down();
   const auto rank = static_cast<size_t>(s.model.options.rank);
   const size_t bytes = s.down_recv.messages[rank], slot = s.down_recv.slots[rank];
-  if (mine.size() != slot) refuse(fmt::format("mine has {} bytes; the slot has {}", mine.size(), slot), "mine");
+  if (mine.size() != slot) refuse_usage(fmt::format("mine has {} bytes; the slot has {}", mine.size(), slot), "mine");
   if (const size_t own = s.core.has_up() ? 0 : s.core.down_shards().size(); values.size() != own)
-    refuse(fmt::format("values has {} pointers; expected are {}", values.size(), own), "values");
+    refuse_usage(fmt::format("values has {} pointers; expected are {}", values.size(), own), "values");
   s.core.encode_down(s.step(), mine.first(bytes), values, s.model.learning(Direction::down));
 }
 

@@ -8,14 +8,13 @@
 #include <set>
 #include <utility>
 
+#include "core/refuse.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
 namespace {
 
 using Kind = CoderOptions::Kind;
-
-[[noreturn]] void refuse(const std::string& words, const char* field) { throw Error(ErrorKind::usage, words, field); }
 
 const char* name_of(Kind kind, bool scatter) {
   if (kind == Kind::reduce_scatter) return "reduce_scatter";
@@ -42,9 +41,9 @@ ModelCore::ModelCore(std::vector<NamedTensor> tensors, const CoderOptions& o)
       down_learning(job, Direction::down, o.world),
       finite(o.reduce.device) {
   if (o.world < 1 || o.rank < 0 || o.rank >= o.world)
-    refuse(fmt::format("rank is {} of {}; expected 0 to world - 1", o.rank, o.world), "rank");
+    refuse_usage(fmt::format("rank is {} of {}; expected 0 to world - 1", o.rank, o.world), "rank");
   if (o.kind != Kind::all_reduce && o.reduce.method == ReduceOptions::Method::gather)
-    refuse(fmt::format("method is gather; {} has no other method than scatter", job.collective), "method");
+    refuse_usage(fmt::format("method is gather; {} has no other method than scatter", job.collective), "method");
   if (has_up() && !up_learning.empty()) learnings.push_back(&up_learning);
   if (has_down() && !down_learning.empty()) learnings.push_back(&down_learning);
   // All residuals are made at the start, so that a state holds the same names whenever it is saved.
@@ -66,10 +65,10 @@ std::vector<Shard> ModelCore::all_shards() const {
 }
 
 BucketPlan ModelCore::bucket(const std::vector<size_t>& tensors, uint64_t part, uint64_t parts) const {
-  if (part >= parts) refuse(fmt::format("part is {} of {}", part, parts), "part");
+  if (part >= parts) refuse_usage(fmt::format("part is {} of {}", part, parts), "part");
   const std::set<size_t> distinct(tensors.begin(), tensors.end());
   if (distinct.size() != tensors.size() || (!distinct.empty() && *distinct.rbegin() >= job.tensors.size()))
-    refuse("the tensors of a bucket are distinct indices of the model's list", "tensors");
+    refuse_usage("the tensors of a bucket are distinct indices of the model's list", "tensors");
   BucketPlan plan;
   plan.gather = !scatter;
   plan.sums = has_down() ? ShardSums::Use::kept : ShardSums::Use::tensors;
@@ -86,7 +85,8 @@ BucketPlan ModelCore::bucket(const std::vector<size_t>& tensors, uint64_t part, 
 void ModelCore::begin(uint64_t number, const StepOptions& options_of_step) {
   if (step) abandon();
   if (!(options_of_step.loss_scale > 0) || !std::isfinite(options_of_step.loss_scale))
-    refuse(fmt::format("loss_scale is {}; it must be finite and above 0", options_of_step.loss_scale), "loss_scale");
+    refuse_usage(fmt::format("loss_scale is {}; it must be finite and above 0", options_of_step.loss_scale),
+                 "loss_scale");
   forget();
   follow_state();
   owns_step_ = !feedback.open_step();
@@ -150,12 +150,12 @@ void ModelCore::roll_back(uint64_t decided) {
 }
 
 void ModelCore::check_open(const char* what) const {
-  if (!step) refuse(fmt::format("{}: no step is open; begin one first", what), "step");
+  if (!step) refuse_usage(fmt::format("{}: no step is open; begin one first", what), "step");
 }
 
 void ModelCore::check_tensor(size_t tensor) const {
   if (tensor >= job.tensors.size())
-    refuse(fmt::format("tensor is {}; there are {}", tensor, job.tensors.size()), "tensor");
+    refuse_usage(fmt::format("tensor is {}; there are {}", tensor, job.tensors.size()), "tensor");
 }
 
 void ModelCore::forget() {

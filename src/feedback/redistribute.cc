@@ -10,16 +10,13 @@
 
 #include "core/bits.h"
 #include "core/float_mode.h"
+#include "core/refuse.h"
 #include "feedback/feedback_state.h"
 #include "feedback/owners.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
 namespace {
-
-[[noreturn]] void refuse(const std::string& message, const char* field) {
-  throw Error(ErrorKind::usage, message, field);
-}
 
 // A double rounded once to f32 or bf16. Going to bf16 through f32 would round twice; if the first rounding is to odd
 // (inexact results get an odd last bit), the second one is right.
@@ -44,9 +41,9 @@ std::vector<float> mean_of(const Stores& ranks, const ResidualKey& key) {
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     const auto found = ranks[rank]->residuals().find(key);
     if (found == ranks[rank]->residuals().end() || (rank > 0 && found->second.count != sum.size()))
-      refuse(fmt::format("redistribute: rank {} has no up residual of tensor '{}' like the others (first {})", rank,
-                         key.name, key.first),
-             "ranks");
+      refuse_usage(fmt::format("redistribute: rank {} has no up residual of tensor '{}' like the others (first {})",
+                               rank, key.name, key.first),
+                   "ranks");
     const std::vector<float> own = ranks[rank]->values(key);
     sum.resize(own.size());
     for (size_t i = 0; i < own.size(); ++i) sum[i] += own[i];
@@ -75,8 +72,9 @@ std::vector<float> joined(const Stores& ranks, const std::string& name) {
     whole.insert(whole.end(), shard.begin(), shard.end());
   }
   if (whole.size() != end || total != end)
-    refuse(fmt::format("redistribute: the down residuals of tensor '{}' do not cover its elements exactly once", name),
-           "ranks");
+    refuse_usage(
+        fmt::format("redistribute: the down residuals of tensor '{}' do not cover its elements exactly once", name),
+        "ranks");
   return whole;
 }
 
@@ -84,18 +82,18 @@ std::vector<float> joined(const Stores& ranks, const std::string& name) {
 
 std::vector<ErrorFeedback> ErrorFeedback::redistribute(std::span<const ErrorFeedback> ranks, int new_world) {
   const FloatMode ieee;
-  if (ranks.empty()) refuse("redistribute: no states were given; pass one of every rank", "ranks");
+  if (ranks.empty()) refuse_usage("redistribute: no states were given; pass one of every rank", "ranks");
   if (new_world < 1)
-    refuse(fmt::format("redistribute: new_world is {}; it must be at least 1", new_world), "new_world");
+    refuse_usage(fmt::format("redistribute: new_world is {}; it must be at least 1", new_world), "new_world");
   const State& model = *ranks.front().state_;
   Stores stores;
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     stores.push_back(&ranks[rank].state_->store);
     stores.back()->check_closed("redistribute");
     if (stores.back()->dtype() != model.store.dtype())
-      refuse(fmt::format("redistribute: residuals of rank {} are {}, those of rank 0 {}", rank,
-                         name_of(stores.back()->dtype()), name_of(model.store.dtype())),
-             "residual");
+      refuse_usage(fmt::format("redistribute: residuals of rank {} are {}, those of rank 0 {}", rank,
+                               name_of(stores.back()->dtype()), name_of(model.store.dtype())),
+                   "residual");
   }
   std::vector<ErrorFeedback> fresh;
   for (int rank = 0; rank < new_world; ++rank) {

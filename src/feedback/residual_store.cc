@@ -9,16 +9,13 @@
 
 #include "core/bits.h"
 #include "core/check.h"
+#include "core/refuse.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
 namespace {
 
 std::string_view name_of(Direction direction) { return direction == Direction::up ? "up" : "down"; }
-
-[[noreturn]] void refuse(const std::string& message, const char* field) {
-  throw Error(ErrorKind::usage, message, field);
-}
 
 uint64_t begun_elements(const Residual& residual) {
   uint64_t covered = 0;
@@ -30,7 +27,7 @@ uint64_t begun_elements(const Residual& residual) {
 
 ResidualStore::ResidualStore(DType dtype, const Device& device)
     : dtype_(dtype), device_(device), memory_(memory_of(device)) {
-  if (dtype == DType::f16) refuse("residual dtype is f16; allowed are f32 and bf16", "residual");
+  if (dtype == DType::f16) refuse_usage("residual dtype is f16; allowed are f32 and bf16", "residual");
 }
 
 Residual& ResidualStore::make(const ResidualKey& key, uint64_t count) {
@@ -42,13 +39,14 @@ void ResidualStore::add(const ResidualKey& key, uint64_t count) {
   const auto same = residuals_.find(key);
   if (same != residuals_.end() && same->second.count == count) return;
   if (key.first > UINT64_MAX - count || count > SIZE_MAX / 8)
-    refuse(fmt::format("tensor '{}': {} elements from {} on are more than memory can hold", key.name, count, key.first),
-           "count");
+    refuse_usage(
+        fmt::format("tensor '{}': {} elements from {} on are more than memory can hold", key.name, count, key.first),
+        "count");
   uint64_t start = 0;
   if (same != residuals_.end() || find(key.direction, key.name, key.first, count, start))
-    refuse(fmt::format("tensor '{}': the {} residual was added with other numbers than count {}, first {}", key.name,
-                       name_of(key.direction), count, key.first),
-           "count");
+    refuse_usage(fmt::format("tensor '{}': the {} residual was added with other numbers than count {}, first {}",
+                             key.name, name_of(key.direction), count, key.first),
+                 "count");
   memory_->zero(make(key, count).current.at(0), bytes(count));
 }
 
@@ -70,25 +68,26 @@ Residual* ResidualStore::find(Direction direction, const std::string& name, uint
     if (key.direction == direction && key.name == name && first - key.first < residual.count) {
       start = key.first;
       if (residual.count - (first - key.first) >= count) return &residual;
-      refuse(fmt::format("tensor '{}': elements {} to {} cross the end of the {} residual {} to {}", name, first,
-                         first + count, name_of(direction), key.first, key.first + residual.count),
-             "first");
+      refuse_usage(fmt::format("tensor '{}': elements {} to {} cross the end of the {} residual {} to {}", name, first,
+                               first + count, name_of(direction), key.first, key.first + residual.count),
+                   "first");
     }
   }
   if (after != residuals_.end() && after->first.direction == direction && after->first.name == name &&
       after->first.first - first < count)
-    refuse(fmt::format("tensor '{}': elements {} to {} cross the start of the {} residual at {}", name, first,
-                       first + count, name_of(direction), after->first.first),
-           "first");
+    refuse_usage(fmt::format("tensor '{}': elements {} to {} cross the start of the {} residual at {}", name, first,
+                             first + count, name_of(direction), after->first.first),
+                 "first");
   return nullptr;
 }
 
 std::unique_ptr<ErrorFeedback::Pointers> ResidualStore::begin(Direction direction, uint64_t step,
                                                               std::span<const TensorSpec> tensors, float loss_scale) {
   if (!(loss_scale > 0) || !std::isfinite(loss_scale))
-    refuse(fmt::format("loss_scale is {}; it must be finite and above 0", loss_scale), "loss_scale");
+    refuse_usage(fmt::format("loss_scale is {}; it must be finite and above 0", loss_scale), "loss_scale");
   if (open_ && *open_ != step)
-    refuse(fmt::format("step {} cannot begin: step {} is open; commit it or roll it back first", step, *open_), "step");
+    refuse_usage(fmt::format("step {} cannot begin: step {} is open; commit it or roll it back first", step, *open_),
+                 "step");
   auto pointers = std::make_unique<ErrorFeedback::Pointers>();
   std::vector<std::pair<Residual*, uint64_t>> marked;
   try {
@@ -105,9 +104,9 @@ std::unique_ptr<ErrorFeedback::Pointers> ResidualStore::begin(Direction directio
           (next == residual->begun.end() || next->first - tensor.first >= tensor.count) &&
           (next == residual->begun.begin() || tensor.first - std::prev(next)->first >= std::prev(next)->second);
       if (!clear)
-        refuse(fmt::format("tensor '{}': elements {} to {} were begun before in step {}", tensor.name, tensor.first,
-                           tensor.first + tensor.count, step),
-               "step");
+        refuse_usage(fmt::format("tensor '{}': elements {} to {} were begun before in step {}", tensor.name,
+                                 tensor.first, tensor.first + tensor.count, step),
+                     "step");
       residual->begun.emplace_hint(next, tensor.first, tensor.count);
       marked.emplace_back(residual, tensor.first);
       pointers->before.push_back(residual->current.at(bytes(tensor.first - start)));
@@ -127,13 +126,14 @@ std::unique_ptr<ErrorFeedback::Pointers> ResidualStore::begin(Direction directio
 bool ResidualStore::close(uint64_t step, const char* how) {
   if (!open_) return false;
   if (*open_ != step)
-    refuse(fmt::format("{} of step {}: step {} is open; commit it or roll it back first", how, step, *open_), "step");
+    refuse_usage(fmt::format("{} of step {}: step {} is open; commit it or roll it back first", how, step, *open_),
+                 "step");
   open_.reset();
   return true;
 }
 
 void ResidualStore::check_closed(const char* what) const {
-  if (open_) refuse(fmt::format("{}: step {} is open; commit it or roll it back first", what, *open_), "step");
+  if (open_) refuse_usage(fmt::format("{}: step {} is open; commit it or roll it back first", what, *open_), "step");
 }
 
 void ResidualStore::commit(uint64_t step) {
@@ -174,9 +174,9 @@ void ResidualStore::commit_if_finite(uint64_t step, FiniteCheck& finite, const D
 const Residual& ResidualStore::at(const ResidualKey& key) const {
   const auto found = residuals_.find(key);
   if (found == residuals_.end())
-    refuse(fmt::format("tensor '{}' has no {} residual that starts at element {}", key.name, name_of(key.direction),
-                       key.first),
-           "name");
+    refuse_usage(fmt::format("tensor '{}' has no {} residual that starts at element {}", key.name,
+                             name_of(key.direction), key.first),
+                 "name");
   return found->second;
 }
 
@@ -197,9 +197,9 @@ void ResidualStore::set(const ResidualKey& key, std::span<const float> values) {
   check_closed("set_residual");
   const auto found = residuals_.find(key);
   if (found == residuals_.end() || found->second.count != values.size())
-    refuse(fmt::format("tensor '{}' has no {} residual of {} elements that starts at element {}", key.name,
-                       name_of(key.direction), values.size(), key.first),
-           "name");
+    refuse_usage(fmt::format("tensor '{}' has no {} residual of {} elements that starts at element {}", key.name,
+                             name_of(key.direction), values.size(), key.first),
+                 "name");
   std::byte* const to = found->second.current.at(0);
   if (dtype_ == DType::f32) return memory_->from_host(to, values.data(), bytes(values.size()));
   std::vector<uint16_t> raw(values.size());

@@ -28,7 +28,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "files are little-endian; a big-endian host must swap");
 
-constexpr size_t kChunk = size_t{1} << 20;
+constexpr size_t kReadChunk = size_t{1} << 20;
 
 [[noreturn]] void fail(const std::string& path, const char* what) {
   throw Error(ErrorKind::io, fmt::format("{}: cannot {}: {}", path, what, std::strerror(errno)), "path");
@@ -123,10 +123,10 @@ std::vector<float> SafetensorsFile::read_f32(const StoredTensor& tensor) const {
     return values;
   }
   const FloatMode mode;
-  std::vector<std::byte> chunk(std::min<uint64_t>(tensor.bytes, kChunk));
+  std::vector<std::byte> chunk(std::min<uint64_t>(tensor.bytes, kReadChunk));
   size_t i = 0;
-  for (uint64_t offset = 0; offset < tensor.bytes; offset += kChunk) {
-    const std::span<std::byte> part = std::span(chunk).first(std::min<uint64_t>(tensor.bytes - offset, kChunk));
+  for (uint64_t offset = 0; offset < tensor.bytes; offset += kReadChunk) {
+    const std::span<std::byte> part = std::span(chunk).first(std::min<uint64_t>(tensor.bytes - offset, kReadChunk));
     read_at(data_ + tensor.first + offset, part);
     for (size_t at = 0; at < part.size(); at += width, ++i) {
       if (tensor.dtype == "F16") {
@@ -150,9 +150,9 @@ uint64_t SafetensorsFile::hash(uint64_t bytes) const {
   const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(XXH3_createState(), &XXH3_freeState);
   if (!state) throw std::bad_alloc();
   XXH3_64bits_reset(state.get());
-  std::vector<std::byte> chunk(std::min<uint64_t>(bytes, kChunk));
-  for (uint64_t offset = 0; offset < bytes; offset += kChunk) {
-    const std::span<std::byte> part = std::span(chunk).first(std::min<uint64_t>(bytes - offset, kChunk));
+  std::vector<std::byte> chunk(std::min<uint64_t>(bytes, kReadChunk));
+  for (uint64_t offset = 0; offset < bytes; offset += kReadChunk) {
+    const std::span<std::byte> part = std::span(chunk).first(std::min<uint64_t>(bytes - offset, kReadChunk));
     read_at(offset, part);
     XXH3_64bits_update(state.get(), part.data(), part.size());
   }

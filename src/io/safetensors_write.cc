@@ -32,7 +32,7 @@
 namespace gradwire::io {
 namespace {
 
-constexpr size_t kChunk = size_t{4} << 20;  // hashed and written while it is in the cache
+constexpr size_t kWriteChunk = size_t{4} << 20;  // hashed and written while it is in the cache
 
 // Unlike FileReplacement (core/file.h), it lets one writer at a time work on a path, cleans up after a writer that
 // died, and can keep the former file.
@@ -154,8 +154,8 @@ class ChunkedWriter {
 
   void put(std::span<const std::byte> bytes) {
     while (!bytes.empty()) {
-      const uint64_t until_half = written_ < half_ ? half_ - written_ : kChunk;
-      const auto chunk = bytes.first(std::min<uint64_t>({bytes.size(), kChunk, until_half}));
+      const uint64_t until_half = written_ < half_ ? half_ - written_ : kWriteChunk;
+      const auto chunk = bytes.first(std::min<uint64_t>({bytes.size(), kWriteChunk, until_half}));
       if (state_) XXH3_64bits_update(state_.get(), chunk.data(), chunk.size());
       file_.write(chunk);
       written_ += chunk.size();

@@ -16,9 +16,8 @@
 namespace gradwire::train {
 namespace {
 
-constexpr int32_t kUnknown = 1, kReserved = 2;
-constexpr int kClasses = 4;
-constexpr uint64_t kMostBytes = uint64_t{1} << 30;
+constexpr int32_t kUnknownWord = 1, kReservedWords = 2;
+constexpr int kTopics = 4;
 
 struct Row {
   int32_t label;     // from 0
@@ -29,7 +28,7 @@ struct Row {
 class Csv {
  public:
   Csv(const DataPlace& place, const std::string& path)
-      : place_(place), path_(path), bytes_(read_file(place, path, kMostBytes)) {}
+      : place_(place), path_(path), bytes_(read_file(place, path, kMostFileBytes)) {}
 
   uint64_t line() const { return first_line_; }
 
@@ -99,8 +98,8 @@ std::vector<Row> read_rows(const DataPlace& place, const std::string& name) {
     if (fields.size() != 3) csv.refuse("columns", std::to_string(fields.size()), "3: class, title, description");
     if (csv.line() == 1 && fields[0] == "Class Index") continue;
     const std::string& label = fields[0];
-    if (label.size() != 1 || label[0] < '1' || label[0] > '0' + kClasses)
-      csv.refuse("class", fmt::format("'{}'", label.substr(0, 20)), fmt::format("1 to {}", kClasses));
+    if (label.size() != 1 || label[0] < '1' || label[0] > '0' + kTopics)
+      csv.refuse("class", fmt::format("'{}'", label.substr(0, 20)), fmt::format("1 to {}", kTopics));
     rows.push_back({label[0] - '1', fields[1] + ' ' + fields[2]});
   }
   if (rows.empty()) damaged(place, path, "size", "0 rows", "at least one");
@@ -161,7 +160,7 @@ Task load_ag_news(const DataPlace& place, int64_t length, int64_t vocabulary) {
   std::vector<Row> train = read_rows(place, "train.csv"), test = read_rows(place, "test.csv");
   lower(train);
   lower(test);
-  Vocabulary words(kReserved, kUnknown, vocabulary);
+  Vocabulary words(kReservedWords, kUnknownWord, vocabulary);
   for (const Row& row : train)
     each_word(row.text, [&](std::string_view word) {
       words.count(word);
@@ -172,7 +171,7 @@ Task load_ag_news(const DataPlace& place, int64_t length, int64_t vocabulary) {
   task.name = "ag-news";
   task.train = number(train, words, length);
   task.test = number(test, words, length);
-  task.classes = kClasses;
+  task.classes = kTopics;
   task.vocabulary = words.size();
   return task;
 }

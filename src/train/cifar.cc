@@ -9,7 +9,6 @@ namespace gradwire::train {
 namespace {
 
 constexpr uint64_t kPixels = 3 * 32 * 32;
-constexpr uint64_t kMostBytes = uint64_t{1} << 30;
 
 struct Format {
   uint64_t label_bytes;
@@ -18,7 +17,7 @@ struct Format {
 
 void append(const DataPlace& place, const std::string& name, const Format& format, Samples& samples) {
   const std::string path = find_file(place, {name});
-  const std::vector<uint8_t> bytes = read_file(place, path, kMostBytes);
+  const std::vector<uint8_t> bytes = read_file(place, path, kMostFileBytes);
   const uint64_t record = format.label_bytes + kPixels;
   if (bytes.empty() || bytes.size() % record)
     damaged(place, path, "size", fmt::format("{} bytes", bytes.size()),

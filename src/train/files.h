@@ -27,6 +27,8 @@ struct DataPlace {
 // The first of `names` that is a file in the directory, or in one of its folders.
 std::string find_file(const DataPlace& place, const std::vector<std::string>& names);
 
+constexpr uint64_t kMostFileBytes = uint64_t{1} << 30;  // that a loader reads at once
+
 // A whole file of at most `most` bytes.
 std::vector<uint8_t> read_file(const DataPlace& place, const std::string& path, uint64_t most);
 

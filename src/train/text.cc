@@ -19,8 +19,7 @@
 namespace gradwire::train {
 namespace {
 
-constexpr int32_t kUnknown = 0, kLineEnd = 1, kWordsReserved = 2;
-constexpr uint64_t kMostBytes = uint64_t{1} << 30;
+constexpr int32_t kUnknownToken = 0, kLineEnd = 1, kWordsReserved = 2;
 
 std::string_view view(const std::vector<uint8_t>& bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
@@ -90,8 +89,8 @@ struct Numbered {
 Numbered by_characters(std::string_view train, std::string_view test) {
   std::array<int32_t, 256> number{};
   for (const char c : train) number[static_cast<unsigned char>(c)] = 1;
-  int32_t next = kUnknown + 1;
-  for (int32_t& n : number) n = n ? next++ : kUnknown;
+  int32_t next = kUnknownToken + 1;
+  for (int32_t& n : number) n = n ? next++ : kUnknownToken;
   Numbered out;
   out.vocabulary = next;
   for (const char c : train) out.train.push_back(number[static_cast<unsigned char>(c)]);
@@ -101,7 +100,7 @@ Numbered by_characters(std::string_view train, std::string_view test) {
 
 Numbered by_words(std::span<const std::string_view> train, std::span<const std::string_view> test, int64_t size) {
   constexpr std::string_view kLine = "\n", kWritten = "<unk>";
-  Vocabulary vocabulary(kWordsReserved, kUnknown, size);
+  Vocabulary vocabulary(kWordsReserved, kUnknownToken, size);
   for (const std::string_view word : train)
     if (word != kLine && word != kWritten) vocabulary.count(word);
   vocabulary.close();
@@ -127,8 +126,8 @@ Task load_text(const DataPlace& place, int64_t length, int64_t vocabulary, bool 
     if (test_path.empty()) test_path = file_named(place, "valid");
     if (test_path.empty()) missing(place, place.directory, "a file with 'test' or 'valid' in its name");
   }
-  const std::vector<uint8_t> train_bytes = read_file(place, train_path, kMostBytes);
-  const std::vector<uint8_t> test_bytes = one ? std::vector<uint8_t>{} : read_file(place, test_path, kMostBytes);
+  const std::vector<uint8_t> train_bytes = read_file(place, train_path, kMostFileBytes);
+  const std::vector<uint8_t> test_bytes = one ? std::vector<uint8_t>{} : read_file(place, test_path, kMostFileBytes);
 
   Numbered tokens;
   if (words) {
