@@ -39,7 +39,7 @@ ServerShard::ServerShard(const Signature& signature, const ShardLayout& layout)
     residuals_.add(kResidual, elements_);
     uint64_t first = 0;
     for (const ParameterRange& range : layout.ranges) {
-      residual_ranges_.push_back({.name = kResidual.name, .count = range.count, .first = first});
+      residual_ranges_.push_back({.name = kResidual.name, .count = range.count, .codec = {}, .first = first});
       first += range.count;
     }
   }
