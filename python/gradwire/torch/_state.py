@@ -13,6 +13,7 @@ gradient, stays the same: every new rank gets the mean of the old ranks' residua
 new owners.
 """
 
+import logging
 import warnings
 import zlib
 from typing import TYPE_CHECKING, Any, Mapping, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ._ddp import DdpHook
 
 FORMAT = 1
+_LOG = logging.getLogger("gradwire")
 State = dict[str, Any]
 
 
@@ -221,13 +223,36 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
         handshake = {"step": whole["step"], "world": then, "learned": learned, "exempt": whole["exempt"]}
         return (whole, feedback), [(field, str(value)) for field, value in handshake.items()]
 
-    whole, feedback = agreed(hook._group, prepare)
+    whole, feedback = agreed(hook._group, "load_state_dict", prepare, hook._timeout)
     hook._model.restore(feedback)
     hook.step = whole["step"]
     hook._meters.steps = hook.step
     hook._meters.exempt = [hook._names.index(name) for name in whole["exempt"]]
     for tensor in hook._meters.exempt:
         hook._model.exempt(tensor)
+
+
+def carried(
+    old: "_core.ErrorFeedback", new: "_core.ErrorFeedback", dtype: str
+) -> tuple["_core.ErrorFeedback", list[str]]:
+    """For a model whose codecs change: a state like `new`, with the residuals of `old` where both have one, and with
+    what codecs have learned where both have the same codec. Also the names of the tensors that had a residual and have
+    none any more."""
+    had = {(direction, name, first): count for direction, name, first, count in old.entries()}
+    feedback = _core.ErrorFeedback(dtype, _core.Device())
+    for direction, name, first, count in new.entries():
+        feedback.add(direction, name, count, first)
+        if had.pop((direction, name, first), None) == count:
+            feedback.set_residual(direction, name, first, old.residual(direction, name, first))
+    for name in new.extra():
+        if old.extra().get(name):
+            feedback.set_extra(name, old.extra()[name])
+    return feedback, sorted({name for _, name, _ in had})
+
+
+def log_dropped(names: list[str]) -> None:
+    if names:
+        _LOG.info("gradwire: the new codec keeps no residual of %s; theirs is dropped", ", ".join(names))
 
 
 def read_checkpoint(path: str, key: str = "gradwire") -> State:
