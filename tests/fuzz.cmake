@@ -39,6 +39,26 @@ file(COPY ${golden} DESTINATION ${CMAKE_BINARY_DIR}/golden)
 gradwire_fuzz(wire/fuzz_decode LINK gradwire SEEDS ${CMAKE_BINARY_DIR}/golden)
 gradwire_fuzz(server/fuzz_server MAX_LEN 16384 LINK gradwire_server nlohmann_json::nlohmann_json)
 gradwire_fuzz(server/fuzz_hub MAX_LEN 2048 LINK gradwire_server nlohmann_json::nlohmann_json)
+gradwire_fuzz(server/fuzz_client MAX_LEN 2048 LINK gradwire_server nlohmann_json::nlohmann_json)
+gradwire_fuzz(server/fuzz_watch MAX_LEN 16384 LINK gradwire_watch gradwire)
+gradwire_fuzz(learn/fuzz_learned LINK gradwire)
+
+# Parts of the programs, which this tree does not build otherwise: the sources themselves.
+find_package(ZLIB REQUIRED)
+find_library(ZSTD_LIBRARY zstd)
+find_path(ZSTD_INCLUDE zstd.h)
+set(apps ${PROJECT_SOURCE_DIR}/apps)
+set(train ${PROJECT_SOURCE_DIR}/src/train)
+gradwire_fuzz(apps/fuzz_files MAX_LEN 16384 LINK gradwire gradwire_io nlohmann_json::nlohmann_json ZLIB::ZLIB
+  SOURCES ${apps}/codec/npy.cc ${apps}/codec/packed.cc ${apps}/cli/files.cc ${apps}/cli/console.cc
+    ${apps}/report/report_run.cc ${train}/data.cc ${train}/files.cc ${train}/idx.cc ${train}/cifar.cc
+    ${train}/ag_news.cc ${train}/text.cc ${train}/order.cc)
+target_include_directories(fuzz_files PRIVATE ${apps})
+if(ZSTD_LIBRARY AND ZSTD_INCLUDE)
+  target_include_directories(fuzz_files PRIVATE ${ZSTD_INCLUDE})
+  target_link_libraries(fuzz_files PRIVATE ${ZSTD_LIBRARY})
+  target_compile_definitions(fuzz_files PRIVATE GRADWIRE_HAS_ZSTD)
+endif()
 
 # Half a minute for all of them, but at least three seconds for each.
 list(LENGTH fuzz_names count)

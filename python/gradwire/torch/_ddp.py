@@ -266,13 +266,21 @@ class DdpHook(Hook):
         up, new_down, model = agreed(self._group, "set_codec", prepare, self._timeout)
         state, dropped = _state.carried(self._model.state(), model.state(), self._model_options["residual"])
         model.restore(state)
+        self._replace_model(model)
+        self._use(up, new_down, model)
+        self._meters.errors.clear()
+        _state.log_dropped(dropped)
+
+    def _fresh_model(self) -> "_core.ModelCoder":
+        return self._model_for(self.codec, self._down)[2]
+
+    def _replace_model(self, model: "_core.ModelCoder") -> None:
+        """Between two steps."""
         for tensor in self._meters.exempt:
             model.exempt(tensor)
         self._skipped_before += self._model.skipped()
-        self._use(up, new_down, model)
+        self._model = model
         self._chunks.clear()
-        self._meters.errors.clear()
-        _state.log_dropped(dropped)
 
     # One step.
 

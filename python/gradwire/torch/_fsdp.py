@@ -14,6 +14,7 @@ where a parameter begins, so rules cannot name single parameters here: they matc
 import contextlib
 import logging
 import weakref
+import zlib
 from typing import Any, Mapping, Sequence
 
 import torch
@@ -364,7 +365,7 @@ class FsdpHook(Hook):
         the shards begin elsewhere, and residuals of the old shards cannot be used. Continue without them: what is lost
         is what compression has left out of the last step's gradients."""
 
-        def prepare() -> tuple[dict[str, Any], Handshake]:
+        def prepare() -> tuple[tuple[dict[str, Any], Channel, list[Any]], Handshake]:
             whole = _state.merged(state)
             rank, world = str(dist.get_rank(self._group)), dist.get_world_size(self._group)
             if whole["world"] != world:
@@ -384,17 +385,24 @@ class FsdpHook(Hook):
                     f"the state has a residual of '{unknown[0]}', but no such module of this model is sharded",
                     field=unknown[0],
                 )
-            for unit_coder in self._gradients.coders.values():
-                unit_coder.check(residuals)
-            return whole, [("step", str(whole["step"])), ("learned", str(sorted(whole["learned"])))]
+            # Coders of their own say whether they can go on from it, so that a state that is refused changes nothing.
+            channel = self._channel(self.codec, "codec").continuing(self._gradients)
+            before = self._restored, self._changed
+            self._restored, self._changed = (dict(residuals), dict(whole["learned"])), False
+            try:
+                reducers = [reducer.remade(channel) for reducer in self._reducers]
+            finally:
+                self._restored, self._changed = before
+            learned = {name: zlib.crc32(_state.bytes_of(values)) for name, values in sorted(whole["learned"].items())}
+            return (whole, channel, reducers), [("step", str(whole["step"])), ("learned", str(learned))]
 
-        whole = agreed(self._group, "load_state_dict", prepare)
+        whole, channel, reducers = agreed(self._group, "load_state_dict", _state.refusing(prepare))
         self._open = {}
+        self._skipped_before = self._skipped()
         self._restored = (dict(whole["ranks"][str(dist.get_rank(self._group))]["up"]), dict(whole["learned"]))
-        for unit_coder in self._gradients.coders.values():
-            unit_coder.restore(*self._restored)
+        self._gradients, self._reducers, self._changed = channel, reducers, False
+        self._install()
         self.step = whole["step"]
-        self._changed = False
 
 
 def _together(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
