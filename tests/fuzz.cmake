@@ -69,8 +69,9 @@ endif()
 foreach(name IN LISTS fuzz_names)
   # New inputs go to the first folder; the others are only read.
   file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/corpus/${name})
-  add_test(NAME ${name} COMMAND ${name} -seed=1 -max_total_time=${seconds} -max_len=${${name}_max_len} -timeout=60
-    -rss_limit_mb=2048 -verbosity=0 -print_final_stats=1 -artifact_prefix=${CMAKE_BINARY_DIR}/${name}-
+  add_test(NAME ${name} COMMAND ${name} -seed=1 -max_total_time=${seconds} -max_len=${${name}_max_len}
+    -len_control=0 -timeout=60 -rss_limit_mb=2048 -verbosity=0 -print_final_stats=1
+    -artifact_prefix=${CMAKE_BINARY_DIR}/${name}-
     ${CMAKE_BINARY_DIR}/corpus/${name} ${${name}_seeds})
   set_tests_properties(${name} PROPERTIES TIMEOUT 300 LABELS fuzz)
 endforeach()

@@ -160,7 +160,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
                    .dial = [&] { return std::make_unique<FuzzLink>(source, signature); },
                    .name = "fuzz",
                    .id = "fuzzed-worker",
-                   .patience_s = 0});
+                   .patience_s = 1e-9});
     client.join(weights);
     for (int i = 0; i < 4; ++i) {
       client.exchange(sent, weights);
