@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States that are wrong in ways nobody thought of: hundreds of mutations of a valid state, from a seed, on one rank or on
-all of them. Whatever a state holds, `load_state_dict` either takes it or raises an error of the package, on all ranks
+"""States that are wrong in ways nobody thought of: hundreds of mutations of a valid state, from a seed, on one rank or
+on all of them. Whatever a state holds, `load_state_dict` either takes it or raises an error of the package, on all ranks
 alike; what it refuses changes nothing, and the hook works as before.
 """
 
@@ -72,8 +72,8 @@ def wrong_value(draw: random.Random, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and draw.random() < 0.8:
         return wrong_tensor(draw, value)
     return draw.choice(
-        [None, -1, 0, 1, 2**31, 2**63, 2**64, 10**30, 0.5, float("nan"), True, "", "x", "0", "\x1b[2J", b"bytes", [], {},
-         [value], {"x": value}, (value,), object, torch.zeros(3), {1: 2}, [[[]]], "é" * 3]
+        [None, -1, 0, 1, 2**31, 2**63, 2**64, 10**30, 0.5, float("nan"), True, "", "x", "0", "\x1b[2J", b"bytes", [],
+         {}, [value], {"x": value}, (value,), object, torch.zeros(3), {1: 2}, [[[]]], "é" * 3]
     )  # fmt: skip
 
 

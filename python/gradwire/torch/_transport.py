@@ -328,8 +328,8 @@ def _leave_backward() -> bool:
 
 
 def never_free(kept: object) -> None:
-    """Takes a reference that is not given back. The destructor of a Gloo process group waits for every exchange that was
-    begun on it, up to the time-out, and all of Python waits with it; the destructor of a DDP waits for its backward
+    """Takes a reference that is not given back. The destructor of a Gloo process group waits for every exchange that
+    was begun on it, up to the time-out, and all of Python waits with it; the destructor of a DDP waits for its backward
     pass. What a failure has left behind is better kept than waited for."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
