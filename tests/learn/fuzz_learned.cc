@@ -66,7 +66,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Bytes state;
   if (how & 1) {
     Learner honest(codec, kElements, 1);
-    train(honest, 0, how / 2 % 8, 0.1);
+    train(honest, 0, how / 2 % 4, 0.1);
     state = honest.save();
     while (source.size > 0 && !state.empty()) {
       const size_t at = source.next<uint8_t>() % (state.size() / 8) * 8;
@@ -88,6 +88,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     return 0;
   }
   promise(learner.save().size() % 8 == 0);
-  train(learner, 100, 3, 0.1);  // what was taken can be used
+  train(learner, 100, 2, 0.1);  // what was taken can be used
   return 0;
 }

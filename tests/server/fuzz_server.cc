@@ -5,7 +5,7 @@
 // exception, a sanitizer's report or a broken promise (trap) is a finding.
 //
 // What does not look like a file is the text of a header, or a change of some bytes in an honest checkpoint: the first
-// byte chooses. JSON of any depth, up to two million, is made from a few bytes.
+// byte chooses. JSON of any depth is made from a few bytes.
 #include <sys/mman.h>
 #include <unistd.h>
 #include <xxhash.h>
