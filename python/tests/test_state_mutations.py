@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """States that are wrong in ways nobody thought of: hundreds of mutations of a valid state, from a seed, on one rank or
-on all of them. Whatever a state holds, `load_state_dict` either takes it or raises an error of the package, on all ranks
-alike; what it refuses changes nothing, and the hook works as before.
+on all of them. Whatever a state holds, `load_state_dict` either takes it or raises an error of the package, on all
+ranks alike; what it refuses changes nothing, and the hook works as before.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ struct Source {
 };
 
 // An object one of whose values is nested as deep as the input says, up to 260,000: no mutation makes a text as long as
-// that, and what recurses over a value needs one to overflow the stack. The other bytes choose the key, the brackets and
-// what is inside.
+// that, and what recurses over a value needs one to overflow the stack. The other bytes choose the key, the brackets
+// and what is inside.
 inline std::string nested_json(Source& source) {
   static constexpr const char* kKeys[] = {"id",       "name",    "signature", "parameters", "loss",
                                           "versions", "durable", "left",      "shape",      "codec",
