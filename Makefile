@@ -49,7 +49,7 @@ demo-server: setup  ## a parameter server and three workers: one is killed, one 
 	build/venv/bin/python3 tools/demo_server.py build/bin/gradwire
 
 # The three trees are built before anything runs; then all three run, whatever the first ones say, the main one last.
-test: build  ## the tests; ThreadSanitizer on the engine; 30 s of libFuzzer on the decoders
+test: build  ## the tests; ThreadSanitizer on the engine; half a minute of libFuzzer on all that is parsed
 	@$(call compile,tsan)
 	@$(call compile,fuzz)
 	@failed=; for preset in tsan fuzz release; do \
@@ -63,7 +63,7 @@ bench: setup  ## the measurements of docs/measuring.md on this machine, appended
 	@$(call compile,release,$(release),--target bin/gradwire)
 	build/venv/bin/python3 bench/record.py
 
-fuzz: setup  ## FUZZ_SECONDS of libFuzzer on the decoders, then their branch coverage
+fuzz: setup  ## FUZZ_SECONDS of libFuzzer on the decoders, as much on all other parsers, branch coverage
 	FUZZ_SECONDS=$(FUZZ_SECONDS) JOBS=$(JOBS) tools/coverage.sh
 
 dev: setup  ## build and test in build/dev with AddressSanitizer and UndefinedBehaviorSanitizer

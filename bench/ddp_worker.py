@@ -156,8 +156,8 @@ def told(hook):
     stats = hook.stats()
     return {
         "bits": stats["bits"],
-        "bytes": stats["bytes"],
-        "seconds": {name: stats["seconds"].get(name, 0.0) for name in ("encode", "wait", "decode")},
+        "bytes": stats["last_step"]["bytes"],
+        "seconds": {name: stats["all_steps"]["seconds"][name] for name in ("encode", "wait", "decode")},
     }
 
 

@@ -314,7 +314,7 @@ def sent(hook, ddp, world):
     """Bits per element and bytes that a rank sends in a step; for plain DDP as a ring of all ranks would."""
     if hook:
         stats = hook.stats()
-        return {"bits": stats["bits"], "bytes": stats["bytes"]}
+        return {"bits": stats["bits"], "bytes": stats["last_step"]["bytes"]}
     return {"bits": 32.0, "bytes": 2 * (world - 1) / world * 4 * sum(weight.numel() for weight in ddp.parameters())}
 
 

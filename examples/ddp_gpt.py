@@ -182,8 +182,10 @@ def sent(hook, options, count, world):
     sends is in hook.stats()."""
     if options.fsdp:
         return {}
-    stats = hook.stats() if hook else {"bits": 32.0, "bytes": 2 * (world - 1) / world * 4 * count}
-    return {"bits": stats["bits"], "bytes": stats["bytes"]}
+    if hook is None:
+        return {"bits": 32.0, "bytes": 2 * (world - 1) / world * 4 * count}
+    stats = hook.stats()
+    return {"bits": stats["bits"], "bytes": stats["last_step"]["bytes"]}
 
 
 def train(options, device):

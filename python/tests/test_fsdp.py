@@ -223,7 +223,7 @@ def test_ranks_compute_with_the_same_weights_and_learn(ranks, world, gradients, 
         assert stats["steps"] == 40 and stats["skipped"] == 0
         assert stats["gradients"]["bits"] < 25 and stats["gradients"]["ratio"] == 32 / stats["gradients"]["bits"]
         if weights is not None:
-            assert 0 < stats["weights"]["bits"] < 20 and stats["weights"]["bytes"] > 0
+            assert 0 < stats["weights"]["bits"] < 20 and stats["weights"]["last_step"]["bytes"] > 0
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -235,7 +235,7 @@ def test_weights_are_gathered_once_or_twice_a_step(ranks, reshard):
         shards = 34 * 33 + 34 + 2 * (34 * 67 + 34)  # of the blocks, for the other rank
         head = 3 * 67 + 3  # the root's: it stays gathered after forward unless told otherwise
         gathers = shards + head if not reshard else 2 * (shards + head)
-        sent = stats["weights"]["bytes"] * 8 / stats["weights"]["bits"]
+        sent = stats["weights"]["last_step"]["bytes"] * 8 / stats["weights"]["bits"]
         assert round(sent) == gathers
 
 
@@ -308,7 +308,8 @@ def only_weights(rank):
 
 def test_weights_alone(ranks):
     for losses, stats in ranks.run(2, only_weights):
-        assert losses[-1] < losses[0] and 8 < stats["weights"]["bits"] < 10 and stats["gradients"]["bytes"] == 0
+        assert losses[-1] < losses[0] and 8 < stats["weights"]["bits"] < 10
+        assert stats["gradients"]["all_steps"]["bytes"] == 0
 
 
 def uses_a_module_twice(rank):

@@ -141,9 +141,12 @@ void Client::handle(const Frame& frame, const Blob& payload, std::span<float* co
     case FrameKind::buffers:
       buffers_ = payload;
       return;
-    case FrameKind::notice:
-      if (payload && read_text(*payload).value("left", false)) gone_ = true;
+    case FrameKind::notice: {
+      const nlohmann::json text = payload ? read_text(*payload) : nlohmann::json::object();
+      const auto left = text.find("left");
+      if (left != text.end() && left->is_boolean() && left->get<bool>()) gone_ = true;
       return;
+    }
     case FrameKind::durable:
       take_durable(read_text(*payload));
       return drop_durable();

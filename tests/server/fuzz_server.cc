@@ -5,7 +5,7 @@
 // exception, a sanitizer's report or a broken promise (trap) is a finding.
 //
 // What does not look like a file is the text of a header, or a change of some bytes in an honest checkpoint: the first
-// byte chooses.
+// byte chooses. JSON of any depth is made from a few bytes.
 #include <sys/mman.h>
 #include <unistd.h>
 #include <xxhash.h>
@@ -23,15 +23,16 @@
 #include "server/checkpoint.h"
 #include "server/frame.h"
 #include "server/signature.h"
+#include "support/fuzz_source.h"
 
 namespace {
 
 using namespace gradwire;
 using namespace gradwire::server;
 
-void promise(bool kept) {
-  if (!kept) __builtin_trap();
-}
+using gradwire::fuzz::nested_json;
+using gradwire::fuzz::promise;
+using gradwire::fuzz::Source;
 
 // A file in memory, and a path that opens it.
 class MemoryFile {
@@ -187,15 +188,29 @@ void fuzz_signature(const uint8_t* data, size_t size) {
   }
 }
 
+// Texts of any depth, as a signature, and as the header and the state of a file.
+void fuzz_nested(Source source) {
+  const auto where = source.next<uint8_t>();
+  const std::string text = nested_json(source);
+  if (where % 3 == 0) return fuzz_signature(reinterpret_cast<const uint8_t*>(text.data()), text.size());
+  if (where % 3 == 1) return take(with_length(text, where));
+  std::string bytes = honest_checkpoint();
+  const size_t header = bytes.find('}', bytes.find("gradwire.check")) + 2;
+  bytes.replace(header + 12, 248, text.substr(0, 248));  // its state
+  take(bytes);
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   // The last byte chooses, so that a file stays a file.
-  const uint8_t way = size > 0 ? data[size - 1] % 4 : 0;
+  const uint8_t way = size > 0 ? data[size - 1] % 5 : 0;
   if (way == 1)
     fuzz_frame(data, size - 1);
   else if (way == 2)
     fuzz_signature(data, size - 1);
+  else if (way == 4)
+    fuzz_nested({data, size - 1});
   else
     fuzz_safetensors(data, size);
   return 0;

@@ -2,20 +2,37 @@
 """Ranks agree before data moves. What must be equal on all ranks is gathered once, when a model is set up. A rank that
 cannot take part says so instead of staying away, so the others fail at once and not by a time-out. These errors are
 raised at the same place on all ranks, so the process group stays usable.
+
+A rank that does not make the call at all cannot say so. Ranks therefore meet in the store of the process group before
+they use the group itself: every rank that waits there can see who is missing, and gives up after the time-out with that
+rank's number. No collective was started by then, so this leaves the process group usable too.
 """
 
+import time
+from datetime import timedelta
 from typing import Callable, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
-from .._errors import MismatchError
+from .._errors import EngineError, MismatchError
 
 Handshake = list[tuple[str, str]]  # (field, value), the same on all ranks
 T = TypeVar("T")
 
 
-def agreed(group: dist.ProcessGroup, prepare: Callable[[], tuple[T, Handshake]]) -> T:
-    """The result of `prepare`, if it succeeds on every rank and its handshake is the same on every rank. Collective."""
+def agreed(
+    group: dist.ProcessGroup,
+    call: str,
+    prepare: Callable[[], tuple[T, Handshake]],
+    timeout: timedelta | None = None,
+) -> T:
+    """The result of `prepare`, if it succeeds on every rank and its handshake is the same on every rank. Collective.
+
+    call: what the user has called on this rank. timeout: how long to wait for ranks that have not called it; None: as
+    long as the process group waits.
+    """
     failure: Exception | None = None
     made: list[T] = []
     handshake: Handshake = []
@@ -24,8 +41,10 @@ def agreed(group: dist.ProcessGroup, prepare: Callable[[], tuple[T, Handshake]])
         made.append(result)
     except Exception as error:
         failure = error
+    meet(group, call, timeout)
     every: list[tuple[str | None, Handshake]] = [(None, [])] * dist.get_world_size(group)
-    dist.all_gather_object(every, (str(failure) if failure else None, handshake), group=group)
+    mine = [("the call", call), *handshake]
+    dist.all_gather_object(every, (str(failure) if failure else None, mine), group=group)
     if failure:
         raise failure
     for rank, (message, _) in enumerate(every):
@@ -47,3 +66,75 @@ def agreed(group: dist.ProcessGroup, prepare: Callable[[], tuple[T, Handshake]])
                 rank=rank,
             )
     return made[0]
+
+
+def timeout_of_group(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The time-out of a process group, or None where torch does not tell."""
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _patience(group: dist.ProcessGroup) -> timedelta:
+    for device in ("cpu", "cuda"):
+        found = timeout_of_group(group, torch.device(device))
+        if found is not None:
+            return found
+    return default_pg_timeout
+
+
+def meet(group: dist.ProcessGroup, call: str, timeout: timedelta | None = None) -> None:
+    """Returns when all ranks of the group are here. Raises an EngineError with the missing ranks after the time-out.
+
+    The store has, for each rank, how many meetings it has come to, and for each meeting, who came and how it ended. The
+    last rank to come writes "all are here", a rank whose time-out has passed writes how long it has waited, and the
+    first of these words stays, so either all ranks go on or none. A rank that comes to a meeting that was given up goes
+    to the next one, where the others are if they have tried again.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if world == 1:
+        return
+    patience = (timeout or _patience(group)).total_seconds()
+    default = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"gradwire/meet/{group.group_name}", default)
+    deadline = time.monotonic() + patience
+    while True:
+        meeting = str(store.add(f"calls of {rank}", 1))
+        if store.check([f"{meeting}/end"]):
+            continue  # given up before this rank came
+        store.set(f"{meeting}/{rank}", call)
+        if store.add(f"{meeting}/count", 1) == world:
+            store.compare_set(f"{meeting}/end", "", "all are here")
+        pause = 0.001
+        while not store.check([f"{meeting}/end"]):
+            if time.monotonic() > deadline:
+                store.compare_set(f"{meeting}/end", "", f"{patience:g}")
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+        end = store.get(f"{meeting}/end").decode()
+        if end != "all are here":
+            raise _absent(call, [other for other in range(world) if not store.check([f"{meeting}/{other}"])], end)
+        return _clean(store, int(meeting) - 1, world, rank)
+
+
+def _clean(store: dist.Store, meeting: int, world: int, rank: int) -> None:
+    """Rank 0 deletes the meeting before this one: everybody has left that."""
+    if rank != 0 or meeting < 1:
+        return
+    try:
+        for key in ["count", "end", *map(str, range(world))]:
+            store.delete_key(f"{meeting}/{key}")
+    except (RuntimeError, NotImplementedError):
+        pass  # not every store can delete
+
+
+def _absent(call: str, missing: list[int], seconds: str) -> EngineError:
+    several = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    who = f"rank{'s' * (len(missing) > 1)} {several}" if missing else "a rank"  # it came in the last moment
+    return EngineError(
+        f"{call} is collective; {who} did not call it within {seconds} s",
+        field="rank",
+        rank=missing[0] if missing else None,
+    )

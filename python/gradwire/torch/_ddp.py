@@ -25,7 +25,7 @@ from ._hook import DTYPES, Hook
 from ._meters import Meters
 from ._rules import check_patterns, rules_of
 from ._task import Times, core_device
-from ._transport import Transport
+from ._transport import Transport, never_free
 
 
 class _Slot:
@@ -49,6 +49,17 @@ class _Slot:
 
 
 _SLOTS: "weakref.WeakKeyDictionary[DistributedDataParallel, _Slot]" = weakref.WeakKeyDictionary()
+
+
+def _outlive_backward(ended: bool) -> None:
+    """At the end of the process. The destructor of a DDP waits for its backward pass; one that has not ended by now
+    never will, because it needs the interpreter to call the hook."""
+    if not ended:
+        for ddp in list(_SLOTS):
+            never_free(ddp)
+
+
+Transport.at_exit.append(_outlive_backward)
 
 
 def _run_slot(  # type: ignore[name-defined]
@@ -86,7 +97,7 @@ def attach(ddp: DistributedDataParallel, codec: Any, options: dict[str, Any]) ->
         hook = DdpHook(ddp, codec, options)
         return hook, hook._handshake()
 
-    hook = agreed(group, prepare)
+    hook = agreed(group, "compress", prepare, _hook.valid_timeout(options.get("timeout")))
     hook._connect()
     if ddp not in _SLOTS:
         registered.clear()  # slots that were copied with the model, and that its reducer does not know
@@ -155,7 +166,7 @@ class DdpHook(Hook):
         }
         self._timeout = _hook.timeout_of(given.get("timeout"))
         self._threads = _hook.threads(given["threads"])
-        self._scaler = given["scaler"]
+        self._scaler = _hook.scaler(given["scaler"])
         self._scale_copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._ddp = weakref.ref(ddp)  # DDP's reducer holds the hook, so a reference back would keep both alive forever
         self._slot: "weakref.ref[_Slot] | None" = None
@@ -165,32 +176,23 @@ class DdpHook(Hook):
         self._parameters = list(named.values())
         self._index = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         self._device = _one_device(named)
-        min_elements = _arrays.whole(given["min_elements"], "min_elements", 2**40)
-        self.codec = rules_of(codec, min_elements)
-        down = rules_of(given["down"], min_elements, "down") if given.get("down") is not None else ""
-        check_patterns(self.codec, self._names, "parameter")
-        check_patterns(down or "*=fp32", self._names, "parameter", "down")
-        rules = _core.Rules(self.codec)
-        self._plain = not down and all(
-            str(rules.codec_for(name, p.dim(), p.numel())) == "fp32" for name, p in named.items()
-        )
+        self._min_elements = _arrays.whole(given["min_elements"], "min_elements", 2**40)
         self._group: dist.ProcessGroup = ddp.process_group
         self._world = dist.get_world_size(self._group)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        feedback = given["feedback"]
-        self._model = _core.ModelCoder(
-            [(name, p.numel(), DTYPES[p.dtype], p.dim()) for name, p in named.items()],
-            method=given.get("method", "scatter"),
-            up=self.codec,
-            down=down,
-            feedback="codec" if feedback is None else "on" if feedback else "off",
-            owner_feedback="on" if given.get("owner_feedback", True) else "off",
-            residual=DTYPES[self._options["residual"]],
-            seed=_arrays.whole(given["seed"], "seed"),
-            rank=dist.get_rank(self._group),
-            world=self._world,
-            device=core_device(self._device, self._stream, self._threads),
-        )
+        feedback = _hook.switch(given["feedback"], "feedback")
+        self._model_options: dict[str, Any] = {
+            "method": given.get("method", "scatter"),
+            "feedback": "codec" if feedback is None else "on" if feedback else "off",
+            "owner_feedback": "off" if _hook.switch(given.get("owner_feedback"), "owner_feedback") is False else "on",
+            "residual": DTYPES[self._options["residual"]],
+            "seed": _arrays.whole(given["seed"], "seed"),
+            "rank": dist.get_rank(self._group),
+            "world": self._world,
+            "device": core_device(self._device, self._stream, self._threads),
+        }
+        self._use(*self._model_for(codec, given.get("down")))
+        self._skipped_before = 0  # by models of earlier codecs
         self._times = Times()
         self._meters = Meters(self._names, [p.numel() for p in self._parameters], self._options["measure_every"], guard)
         self._chunks: dict[ChunkKey, Chunk] = {}
@@ -198,14 +200,33 @@ class DdpHook(Hook):
         self._chunk_elements = CHUNK
         self._began = 0.0
 
+    def _model_for(self, codec: Any, down: Any) -> tuple[str, Any, "_core.ModelCoder"]:
+        """The rules for gradients, `down` as it was given, and a coder for both."""
+        up = rules_of(codec, self._min_elements)
+        check_patterns(up, self._names, "parameter")
+        down_rules = ""
+        if down is not None:
+            down_rules = rules_of(down, self._min_elements, "down")
+            check_patterns(down_rules, self._names, "parameter", "down")
+        tensors = [(name, p.numel(), DTYPES[p.dtype], p.dim()) for name, p in zip(self._names, self._parameters)]
+        return up, down, _core.ModelCoder(tensors, up=up, down=down_rules, **self._model_options)
+
+    def _use(self, codec: str, down: Any, model: "_core.ModelCoder") -> None:
+        self.codec, self._down, self._model = codec, down, model
+        rules = _core.Rules(codec)
+        # Every codec is fp32: the process group's own all-reduce gives the bits of plain DDP.
+        self._plain = down is None and all(
+            str(rules.codec_for(name, p.dim(), p.numel())) == "fp32" for name, p in zip(self._names, self._parameters)
+        )
+
     def __repr__(self) -> str:
         elements = sum(self._meters.elements)
         removed = ", removed" if self._slot is None else ""
         size = f"{len(self._names)} parameters, {elements} elements"
         return f"<DdpHook '{self.codec}' for {size}, on {self._world} ranks, at step {self.step}{removed}>"
 
-    def _handshake(self) -> Handshake:
-        terms = list(self._model.handshake())
+    def _handshake(self, model: "_core.ModelCoder | None" = None) -> Handshake:
+        terms = list((model or self._model).handshake())
         terms += [(name, str(self._options[name])) for name in ("warmup", "measure_every", "guard")]
         terms.append(("device", self._device.type))
         return terms + [("strides", f"{name}: {tuple(p.stride())}") for name, p in zip(self._names, self._parameters)]
@@ -225,6 +246,41 @@ class DdpHook(Hook):
         self._handles.clear()
         self._chunks.clear()
         self._release()  # at most once
+
+    def set_codec(self, codec: "str | _core.Codec | _core.Rules", *, down: Any = None) -> None:
+        """Changes the codec, or the rules, from the next step on. All ranks must call it between the same two steps.
+
+        codec and down are as for `compress`; None leaves `down` as it was given to `compress`. A parameter keeps its
+        residual where the new codec has error feedback too. Where it has none, the residual is dropped: what it holds
+        is lost, which is at most what the old codec left out of one step's gradient and the steps before. What a codec
+        has learned is kept where the same codec is used again. Parameters that the guard has exempted stay so.
+        """
+
+        def prepare() -> tuple[tuple[str, Any, "_core.ModelCoder"], Handshake]:
+            if self._slot is None:
+                raise UsageError("the hook was removed; call compress to begin again", field="hook")
+            self._synchronize()
+            made = self._model_for(codec, self._down if down is None else down)
+            return made, [("step", str(self.step)), *self._handshake(made[2])]
+
+        up, new_down, model = agreed(self._group, "set_codec", prepare, self._timeout)
+        state, dropped = _state.carried(self._model.state(), model.state(), self._model_options["residual"])
+        model.restore(state)
+        self._replace_model(model)
+        self._use(up, new_down, model)
+        self._meters.errors.clear()
+        _state.log_dropped(dropped)
+
+    def _fresh_model(self) -> "_core.ModelCoder":
+        return self._model_for(self.codec, self._down)[2]
+
+    def _replace_model(self, model: "_core.ModelCoder") -> None:
+        """Between two steps."""
+        for tensor in self._meters.exempt:
+            model.exempt(tensor)
+        self._skipped_before += self._model.skipped()
+        self._model = model
+        self._chunks.clear()
 
     # One step.
 
@@ -266,12 +322,11 @@ class DdpHook(Hook):
         return result
 
     def _all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        """Every codec is fp32: the process group's own all-reduce gives the bits of plain DDP."""
         buffer = bucket.buffer()
         self._meters.sent(2 * buffer.element_size() * buffer.numel() * (self._world - 1) // self._world)
         if bucket.is_last():
             self.step += 1
-            self._meters.step_done()
+            self._step_done(None)
         return _plain_mean(bucket, self._group)
 
     def _scale(self) -> float:
@@ -313,9 +368,13 @@ class DdpHook(Hook):
         self._meters.sent(sent)
         if self._meters.steps % 100 == 1 and not self._transport.on_streams:
             self._choose_chunk_size(sent)
-        for exempt in self._meters.step_done(self._transport):
+        for exempt in self._step_done(self._transport):
             self._model.exempt(exempt)
         self.step += 1
+
+    def _step_done(self, transport: Transport | None) -> list[int]:
+        self._times.step_done()
+        return self._meters.step_done(transport)
 
     def _choose_chunk_size(self, sent: int) -> None:
         """By the speed of the link, as the slowest rank sees it. How tensors are grouped changes no value, so this may
@@ -334,18 +393,18 @@ class DdpHook(Hook):
         """What was sent, what it cost and what was lost, on this rank.
 
         steps: steps taken. skipped: steps that changed no residual, because a result was not finite.
-        bits: bits per element, of the messages that this rank sends with its own gradients.
-        bytes: bytes to other ranks in the last step. ratio: fp32 bytes / bytes sent, where "fp32 bytes" are those of an
-        uncompressed ring all-reduce; 1.0 where nothing is sent.
-        seconds: "encode" and "decode" (processor time, or wall time if a GPU does the work) and "wait" (for other
-        ranks).
+        bits: bits per element, of the messages that this rank sends with its own gradients. ratio: fp32 bytes / bytes
+        sent, in the last step; 1.0 where nothing is sent.
+        last_step, all_steps: the same numbers for the last step, and for all steps since `compress`. "bytes": to other
+        ranks; "fp32_bytes": those of an uncompressed ring all-reduce; "bytes_saved": fp32_bytes - bytes; "seconds":
+        "encode" and "decode" (processor time, or wall time if a GPU does the work) and "wait" (for other ranks).
         residual_bytes: memory that residuals take. exempt: parameters that the guard has exempted.
         parameters: for each name "codec", "elements", "bits" and "error": the squared relative error
         ||x - x'||^2 / ||x||^2 of what was sent, or None if it was not measured (see measure_every).
         """
         self._synchronize()
         up = self._model.codecs("up")
-        skipped = self._model.skipped()
+        skipped = self._skipped_before + self._model.skipped()
         return self._meters.report(self.step, skipped, up, self._world, self._times, self._model.residual_bytes())
 
     def state_dict(self, *, gather: str | None = None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ where a parameter begins, so rules cannot name single parameters here: they matc
 import contextlib
 import logging
 import weakref
+import zlib
 from typing import Any, Mapping, Sequence
 
 import torch
@@ -26,7 +27,7 @@ from . import _hook, _state
 from ._agree import Handshake, agreed
 from ._compress import refuse_foreign
 from ._hook import Hook
-from ._rules import check_patterns, rules_of
+from ._rules import check_patterns, rules_of, written_out
 from ._units import Channel, CompressedAllGather, CompressedReduceScatter, UnitCoder, default_collective
 
 _LOG = logging.getLogger("gradwire")
@@ -51,14 +52,15 @@ def attach(model: torch.nn.Module, codec: Any, options: dict[str, Any]) -> "Fsdp
         hook = FsdpHook(model, units, mesh, group, codec, options)
         return hook, hook._handshake(model)
 
-    hook = agreed(group, prepare)
+    hook = agreed(group, "compress", prepare)
     if model in _HOOKS:
         _HOOKS[model].remove()
-    for name, module in units.items():
+    for name in units:
         if hook._replaces["codec"]:
-            module.set_custom_reduce_scatter(CompressedReduceScatter(hook, hook._gradients, name))
+            hook._reducers.append(CompressedReduceScatter(hook, hook._gradients, name))
         if hook._replaces["weights"]:
-            module.set_custom_all_gather(CompressedAllGather(hook, hook._weights, name))
+            hook._gatherers.append(CompressedAllGather(hook, hook._weights, name))
+    hook._install()
     if codec is None:
         # Nothing else separates the steps.
         hook._handles.append(model.register_forward_pre_hook(lambda *_: hook._step_done()))
@@ -124,33 +126,51 @@ class FsdpHook(Hook):
         self.step = 0  # backward passes that sent gradients
         self._units = list(units)
         self._modules = [weakref.ref(module) for module in units.values()]
-        self._group, self._scaler = group, given["scaler"]
+        self._group, self._scaler = group, _hook.scaler(given["scaler"])
         self._options = {
-            "feedback": bool(given["feedback"]),
+            "feedback": bool(_hook.switch(given["feedback"], "feedback")),
             "residual": _hook.residual_dtype(given["residual"]),
             "min_elements": _arrays.whole(given["min_elements"], "min_elements", 2**40),
             "seed": _arrays.whole(given["seed"], "seed"),
         }
-        threads = _hook.threads(given["threads"])
+        self._threads = _hook.threads(given["threads"])
         self._device = _device_of(mesh)
-        rules = {}
-        for field, value in (("codec", codec), ("weights", given.get("weights"))):
-            rules[field] = rules_of(value, self._options["min_elements"], field) if value is not None else "*=fp32"
-            check_patterns(rules[field], self._units, "sharded module", field)
-        self.codec = rules["codec"]
-        self._gradients, self._weights = (Channel(text, self._device, threads) for text in rules.values())
-        shard = sum(parameter.numel() for parameter in model.parameters()) // mesh.size()
-        for unit in units:
-            # Refuses here what the first forward pass would refuse.
-            CompressedAllGather.codec(self._weights, unit, shard)
+        self._shard = sum(parameter.numel() for parameter in model.parameters()) // mesh.size()
+        self._gradients = self._channel(codec, "codec")
+        self._weights = self._channel(given.get("weights"), "weights")
+        self.codec = written_out(str(self._gradients.rules))
         self._flag = torch.zeros(1, device=self._device)  # NaN: a result of this step was not finite
         # Units that have sent gradients in this step; None: by the default collective.
         self._open: dict[str, UnitCoder | None] = {}
         # For units that have not sent anything yet.
         self._restored: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
         self._replaces = {"codec": codec is not None, "weights": given.get("weights") is not None}  # which collectives
+        self._reducers: list[CompressedReduceScatter] = []  # by unit
+        self._gatherers: list[CompressedAllGather] = []
+        self._skipped_before = 0  # with earlier codecs
+        self._changed = False  # since a state was loaded
         self._handles: list[Any] = []
         self._removed = False
+
+    def _channel(self, codec: Any, field: str) -> Channel:
+        rules = rules_of(codec, self._options["min_elements"], field) if codec is not None else "*=fp32"
+        check_patterns(rules, self._units, "sharded module", field)
+        channel = Channel(rules, self._device, self._threads)
+        if field == "weights":
+            for unit in self._units:
+                # Refuses here what the first forward pass would refuse.
+                CompressedAllGather.codec(channel, unit, self._shard)
+        return channel
+
+    def _install(self) -> None:
+        """Puts our collectives in the place of torch's."""
+        modules = dict(zip(self._units, (ref() for ref in self._modules)))
+        for reducer in self._reducers:
+            if (module := modules[reducer.unit]) is not None:
+                module.set_custom_reduce_scatter(reducer)
+        for gatherer in self._gatherers:
+            if (module := modules[gatherer.unit]) is not None:
+                module.set_custom_all_gather(gatherer)
 
     def __repr__(self) -> str:
         removed = ", removed" if self._removed else ""
@@ -179,6 +199,53 @@ class FsdpHook(Hook):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def set_codec(
+        self, codec: "str | _core.Codec | _core.Rules | None" = None, *, weights: Any = None
+    ) -> None:
+        """Changes the codecs, or the rules, from the next step on. All ranks must call it between the same two steps.
+
+        codec, weights: as for `compress`; None leaves them as they are. Only what `compress` was told to compress can
+        be changed. A module keeps its residual where it has error feedback with the new codec too; otherwise the
+        residual is dropped. What a codec has learned is kept where the same codec is used again.
+        """
+
+        def prepare() -> tuple[tuple[Channel, list[Any], Channel, list[Any]], Handshake]:
+            if self._removed:
+                raise UsageError("the hook was removed; call compress to begin again", field="hook")
+            if self._open:
+                raise UsageError("a step is under way; change the codec between two steps", field="step")
+            for field, value in (("codec", codec), ("weights", weights)):
+                if value is not None and not self._replaces[field]:
+                    what = "gradients" if field == "codec" else "weights"
+                    raise UsageError(
+                        f"{field} was not given to compress, so {what} are left to torch; call compress again",
+                        field=field,
+                    )
+            gradients, reducers = self._gradients, self._reducers
+            if codec is not None:
+                gradients = self._channel(codec, "codec").continuing(self._gradients)
+                restored, self._restored = self._restored, ({}, {})  # it is for the codecs of the state
+                try:
+                    reducers = [reducer.remade(gradients) for reducer in reducers]
+                finally:
+                    self._restored = restored
+            channel, gatherers = self._weights, self._gatherers
+            if weights is not None:
+                channel = self._channel(weights, "weights").continuing(self._weights)
+                gatherers = [gatherer.remade(channel) for gatherer in gatherers]
+            terms = [("step", str(self.step)), ("codec", str(gradients.rules)), ("weights", str(channel.rules))]
+            return (gradients, reducers, channel, gatherers), terms
+
+        gradients, reducers, channel, gatherers = agreed(self._group, "set_codec", prepare)
+        if gradients is not self._gradients:
+            self._skipped_before = self._skipped()
+            dropped = [name for reducer in reducers for name in reducer.carry(self._gradients)]
+            self._changed = True
+            _state.log_dropped(dropped)
+        self._gradients, self._reducers, self._weights, self._gatherers = gradients, reducers, channel, gatherers
+        self.codec = written_out(str(gradients.rules))
+        self._install()
 
     # One step.
 
@@ -254,25 +321,30 @@ class FsdpHook(Hook):
 
         steps: steps taken. skipped: steps that changed no residual, because a result was not finite (counted only where
         there is something to keep: feedback, or a codec that learns).
-        gradients, weights: "codec" (rules), "bits" (per element), "bytes" (to other ranks in the last step) and "ratio"
-        (fp32 bytes / bytes sent; 1.0 where nothing is sent).
-        seconds: "encode" and "decode" (processor time, or wall time if a GPU does the work) and "wait" (for other
-        ranks).
+        gradients, weights: "codec" (rules), "bits" (per element), "ratio" (fp32 bytes / bytes sent, in the last step;
+        1.0 where nothing is sent), and "last_step" and "all_steps": the same numbers for the last step, and for all
+        steps since `compress`. "bytes": to other ranks; "fp32_bytes": without compression; "bytes_saved": fp32_bytes -
+        bytes; "seconds": "encode" and "decode" (processor time, or wall time if a GPU does the work) and "wait" (for
+        other ranks).
+        last_step, all_steps: of gradients and weights together.
         residual_bytes: memory that residuals take.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        channels = (self._gradients, self._weights)
+        gradients, weights = self._gradients.report(), self._weights.report()
         return {
             "steps": self.step,
-            "skipped": max([unit_coder.model.skipped() for unit_coder in self._gradients.coders.values()], default=0),
-            "gradients": self._gradients.report(),
-            "weights": self._weights.report(),
-            "seconds": {
-                kind: sum(channel.times.total(kind) for channel in channels) for kind in ("encode", "wait", "decode")
-            },
+            "skipped": self._skipped(),
+            "gradients": gradients,
+            "weights": weights,
+            "last_step": _together(gradients["last_step"], weights["last_step"]),
+            "all_steps": _together(gradients["all_steps"], weights["all_steps"]),
             "residual_bytes": self._residual_bytes(),
         }
+
+    def _skipped(self) -> int:
+        coders = self._gradients.coders.values()
+        return self._skipped_before + max([unit_coder.model.skipped() for unit_coder in coders], default=0)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank: its residuals by "module/rank", what codecs have learned, the step. Save it on every
@@ -293,7 +365,7 @@ class FsdpHook(Hook):
         the shards begin elsewhere, and residuals of the old shards cannot be used. Continue without them: what is lost
         is what compression has left out of the last step's gradients."""
 
-        def prepare() -> tuple[dict[str, Any], Handshake]:
+        def prepare() -> tuple[tuple[dict[str, Any], Channel, list[Any]], Handshake]:
             whole = _state.merged(state)
             rank, world = str(dist.get_rank(self._group)), dist.get_world_size(self._group)
             if whole["world"] != world:
@@ -313,13 +385,28 @@ class FsdpHook(Hook):
                     f"the state has a residual of '{unknown[0]}', but no such module of this model is sharded",
                     field=unknown[0],
                 )
-            for unit_coder in self._gradients.coders.values():
-                unit_coder.check(residuals)
-            return whole, [("step", str(whole["step"])), ("learned", str(sorted(whole["learned"])))]
+            # Coders of their own say whether they can go on from it, so that a state that is refused changes nothing.
+            channel = self._channel(self.codec, "codec").continuing(self._gradients)
+            before = self._restored, self._changed
+            self._restored, self._changed = (dict(residuals), dict(whole["learned"])), False
+            try:
+                reducers = [reducer.remade(channel) for reducer in self._reducers]
+            finally:
+                self._restored, self._changed = before
+            learned = {name: zlib.crc32(_state.bytes_of(values)) for name, values in sorted(whole["learned"].items())}
+            return (whole, channel, reducers), [("step", str(whole["step"])), ("learned", str(learned))]
 
-        whole = agreed(self._group, prepare)
+        whole, channel, reducers = agreed(self._group, "load_state_dict", _state.refusing(prepare))
         self._open = {}
+        self._skipped_before = self._skipped()
         self._restored = (dict(whole["ranks"][str(dist.get_rank(self._group))]["up"]), dict(whole["learned"]))
-        for unit_coder in self._gradients.coders.values():
-            unit_coder.restore(*self._restored)
+        self._gradients, self._reducers, self._changed = channel, reducers, False
+        self._install()
         self.step = whole["step"]
+
+
+def _together(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _together(value, other[name]) if isinstance(value, Mapping) else value + other[name]
+        for name, value in one.items()
+    }

@@ -27,16 +27,28 @@ class Hook(ABC):
 
     def set_rate(self, rate: float) -> None:
         """Sets the learning rate of the following steps, for codecs that depend on it (fft:schedule=rate)."""
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not (math.isfinite(rate) and rate >= 0):
+            raise UsageError(f"rate is {rate!r}; allowed is a finite number, 0 or more", field="rate")
         self._rate = float(rate)
 
     def set_loss_scale(self, scale: float | None) -> None:
         """Sets the factor that gradients are multiplied by, where there is no GradScaler to ask. None: ask it again."""
-        self._loss_scale = scale
+        self._loss_scale = limit(scale, "scale")
+
+    def flat_stats(self, prefix: str = "gradwire") -> dict[str, float]:
+        """The numbers of `stats` as one dict of floats, for wandb.log and the like: {"gradwire/ratio": 7.9, ...}. Of
+        the parameters it has the errors that were measured, as "gradwire/error/NAME"; `exempt` is how many there are.
+        """
+        return {f"{prefix}/{name}" if prefix else name: float(value) for name, value in _scalars(self.stats())}
 
     def log(self, writer: Any, step: int | None = None, prefix: str = "gradwire") -> None:
-        """Writes the numbers of `stats` as scalars to a TensorBoard SummaryWriter, or to anything with add_scalar."""
-        for name, value in _scalars(self.stats()):
-            writer.add_scalar(f"{prefix}/{name}", value, self.step if step is None else step)
+        """Writes `flat_stats` to a TensorBoard SummaryWriter, or to anything with add_scalar."""
+        for name, value in self.flat_stats(prefix).items():
+            writer.add_scalar(name, value, self.step if step is None else step)
+
+    @abstractmethod
+    def set_codec(self, codec: Any) -> None:
+        """Changes the codec, or the rules, from the next step on. All ranks must call it between the same two steps."""
 
     @abstractmethod
     def remove(self) -> None:
@@ -71,6 +83,8 @@ def _scalars(stats: Mapping[str, Any], prefix: str = "") -> list[tuple[str, floa
             ]
         elif isinstance(value, Mapping):
             found += _scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, list):
+            found.append((prefix + name, len(value)))
         elif isinstance(value, (int, float)):
             found.append((prefix + name, value))
     return found
@@ -92,6 +106,18 @@ def steps(value: Any, field: str) -> int:
         raise UsageError(f"{field} is {value!r}; it is a number of steps, 0 or more", field=field) from None
 
 
+def switch(value: Any, field: str) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise UsageError(f"{field} is {value!r}; allowed are True, False and None", field=field)
+    return value
+
+
+def scaler(value: Any) -> Any:
+    if value is not None and not (hasattr(value, "get_scale") and hasattr(value, "is_enabled")):
+        raise UsageError(f"scaler is of type {type(value).__name__}; allowed is a torch.amp.GradScaler", field="scaler")
+    return value
+
+
 def threads(value: Any) -> int:
     return _arrays.threads_for(0, 1 if value is None else value)
 
@@ -103,6 +129,14 @@ def limit(value: Any, field: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
         raise UsageError(f"{field} is {value!r}; allowed is a positive number", field=field)
     return float(value)
+
+
+def valid_timeout(value: Any) -> timedelta | None:
+    """The time-out, or None if it is not given or not valid; the ranks must meet before one of them can refuse it."""
+    try:
+        return timeout_of(value)
+    except UsageError:
+        return None
 
 
 def timeout_of(value: Any) -> timedelta | None:

@@ -20,13 +20,31 @@ if TYPE_CHECKING:
     from ._chunks import Chunk
 
 
+class Sent:
+    """A count of the step under way, of the last step, and of all steps."""
+
+    def __init__(self) -> None:
+        self.now, self.last, self.total, self.steps = 0, 0, 0, 0
+
+    def add(self, count: int) -> None:
+        self.now += count
+
+    def step_done(self) -> None:
+        self.last, self.total, self.now = self.now, self.total + self.now, 0
+        self.steps += 1
+
+
+def cost(sent: int, fp32: int, seconds: dict[str, float]) -> dict[str, Any]:
+    """What one step, or all of them, cost."""
+    return {"bytes": sent, "fp32_bytes": fp32, "bytes_saved": fp32 - sent, "seconds": seconds}
+
+
 class Meters:
     def __init__(self, names: list[str], elements: list[int], every: int, guard: float | None) -> None:
         self.names, self.elements, self.every, self.guard = names, elements, every, guard
         self.steps = 0
-        self.bytes = 0
+        self.bytes = Sent()
         self.exempt: list[int] = []
-        self._bytes_now = 0
         self._squares: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # ||x - x'||^2 and ||x||^2
         self.errors: dict[int, float] = {}
 
@@ -35,7 +53,7 @@ class Meters:
         return self.every > 0 and self.steps % self.every == 0
 
     def sent(self, count: int) -> None:
-        self._bytes_now += count
+        self.bytes.add(count)
 
     def measure(self, chunk: "Chunk", send: torch.Tensor) -> None:
         """After a chunk was encoded: compares what its messages decode to with its gradients."""
@@ -54,7 +72,7 @@ class Meters:
 
     def step_done(self, transport: Transport | None = None) -> list[int]:
         """Ends a step. Returns the parameters that the guard exempts from now on."""
-        self.bytes, self._bytes_now = self._bytes_now, 0
+        self.bytes.step_done()
         due = self.due
         self.steps += 1
         if not due or transport is None:
@@ -98,9 +116,9 @@ class Meters:
             "steps": step,
             "skipped": skipped,
             "bits": 8 * sum(size for _, size in up) / elements,
-            "bytes": self.bytes,
-            "ratio": fp32_bytes / self.bytes if self.bytes else 1.0,
-            "seconds": {kind: times.total(kind) for kind in ("encode", "wait", "decode")},
+            "ratio": fp32_bytes / self.bytes.last if self.bytes.last else 1.0,
+            "last_step": cost(self.bytes.last, fp32_bytes if self.bytes.steps else 0, times.last),
+            "all_steps": cost(self.bytes.total, fp32_bytes * self.bytes.steps, times.totals()),
             "residual_bytes": residual_bytes,
             "exempt": [self.names[tensor] for tensor in self.exempt],
             "parameters": parameters,

@@ -13,7 +13,7 @@ def rules_of(codec: Any, min_elements: int, field: str = "codec") -> str:
     """Rules as they are. A codec as rules that leave tensors with one dimension, or with fewer than `min_elements`
     elements, in fp32."""
     if isinstance(codec, _core.Rules):
-        return _written_out(str(codec))
+        return written_out(str(codec))
     if not isinstance(codec, (str, _core.Codec)):
         raise UsageError(
             f"{field} is of type {type(codec).__name__}; allowed are a codec such as 'optquant:bits=4', rules such as "
@@ -23,12 +23,12 @@ def rules_of(codec: Any, min_elements: int, field: str = "codec") -> str:
     text = str(codec)
     name, equals, _ = text.partition("=")
     if equals and ":" not in name:  # in a codec an '=' comes only after its ':'
-        return _written_out(str(_core.Rules(text)))
+        return written_out(str(_core.Rules(text)))
     small = f"<{min_elements}=fp32;" if min_elements > 0 else ""
     return f"1d=fp32;{small}*={_core.Codec(text)}"
 
 
-def _written_out(rules: str) -> str:
+def written_out(rules: str) -> str:
     """The core writes a single rule as its codec alone."""
     return rules if ";" in rules else f"*={rules}"
 

@@ -13,22 +13,25 @@ gradient, stays the same: every new rank gets the mean of the old ranks' residua
 new owners.
 """
 
+import logging
 import warnings
 import zlib
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .. import _core
-from .._errors import UsageError
+from .._errors import Error, UsageError
 from ._agree import agreed
 
 if TYPE_CHECKING:
     from ._ddp import DdpHook
 
 FORMAT = 1
+_LOG = logging.getLogger("gradwire")
 State = dict[str, Any]
+T = TypeVar("T")
 
 
 def _ranks_part(feedback: "_core.ErrorFeedback", dtype: torch.dtype) -> State:
@@ -113,7 +116,11 @@ def merged(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> State:
     if not isinstance(merged["learned"], Mapping) or not isinstance(merged["exempt"], (list, tuple)):
         raise UsageError("the state is damaged: 'learned' is not a dict, or 'exempt' is not a list", field="learned")
     for name, values in merged["learned"].items():
+        if not isinstance(name, str):
+            raise UsageError(f"the state is damaged: {name!r} is not the name of a codec", field="learned")
         _tensor(values, f"what codecs have learned for '{name}'", name)
+        if values.dtype != torch.uint8 or values.dim() != 1:
+            raise UsageError(f"the state is damaged: what codecs have learned for '{name}' is not bytes", field=name)
     return merged
 
 
@@ -126,7 +133,8 @@ def _number(value: Any, field: str, least: int) -> int:
 
 
 def _tensor(values: Any, what: str, name: str) -> None:
-    if not isinstance(values, torch.Tensor) or values.layout != torch.strided or values.is_meta:
+    dense = isinstance(values, torch.Tensor) and values.layout == torch.strided
+    if not dense or values.is_meta or values.is_quantized:
         raise UsageError(f"the state is damaged: {what} is not a dense tensor", field=name)
 
 
@@ -179,11 +187,25 @@ def _check(part: Mapping[str, Any], expected: "_core.ErrorFeedback") -> None:
             )
 
 
+def refusing(prepare: Callable[[], T]) -> Callable[[], T]:
+    """A file can hold anything: what no check foresees is refused as damage too, not raised as an error of Python."""
+
+    def checked() -> T:
+        try:
+            return prepare()
+        except Error:
+            raise
+        except Exception as error:
+            raise UsageError(f"the state is damaged: {type(error).__name__}: {error}", field="state") from error
+
+    return checked
+
+
 def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
     rank, world = dist.get_rank(hook._group), hook._world
     dtype = _name(hook._options["residual"])
 
-    def prepare() -> tuple[tuple[State, Any], list[tuple[str, str]]]:
+    def prepare() -> tuple[tuple[State, "_core.ModelCoder"], list[tuple[str, str]]]:
         whole = merged(state)
         then, ranks = whole["world"], whole["ranks"]
         if then == world:
@@ -217,17 +239,42 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
             raise UsageError(
                 f"the state exempts parameter '{unknown[0]}', which this model does not have", field="exempt"
             )
+        # Only a codec can say whether what it has learned makes sense. It says so to a coder of its own, so that a
+        # state that is refused changes nothing.
+        model = hook._fresh_model()
+        model.restore(feedback)
         learned = {name: zlib.crc32(bytes_of(values)) for name, values in sorted(whole["learned"].items())}
         handshake = {"step": whole["step"], "world": then, "learned": learned, "exempt": whole["exempt"]}
-        return (whole, feedback), [(field, str(value)) for field, value in handshake.items()]
+        return (whole, model), [(field, str(value)) for field, value in handshake.items()]
 
-    whole, feedback = agreed(hook._group, prepare)
-    hook._model.restore(feedback)
+    whole, model = agreed(hook._group, "load_state_dict", refusing(prepare), hook._timeout)
     hook.step = whole["step"]
     hook._meters.steps = hook.step
     hook._meters.exempt = [hook._names.index(name) for name in whole["exempt"]]
-    for tensor in hook._meters.exempt:
-        hook._model.exempt(tensor)
+    hook._replace_model(model)
+
+
+def carried(
+    old: "_core.ErrorFeedback", new: "_core.ErrorFeedback", dtype: str
+) -> tuple["_core.ErrorFeedback", list[str]]:
+    """For a model whose codecs change: a state like `new`, with the residuals of `old` where both have one, and with
+    what codecs have learned where both have the same codec. Also the names of the tensors that had a residual and have
+    none any more."""
+    had = {(direction, name, first): count for direction, name, first, count in old.entries()}
+    feedback = _core.ErrorFeedback(dtype, _core.Device())
+    for direction, name, first, count in new.entries():
+        feedback.add(direction, name, count, first)
+        if had.pop((direction, name, first), None) == count:
+            feedback.set_residual(direction, name, first, old.residual(direction, name, first))
+    for name in new.extra():
+        if old.extra().get(name):
+            feedback.set_extra(name, old.extra()[name])
+    return feedback, sorted({name for _, name, _ in had})
+
+
+def log_dropped(names: list[str]) -> None:
+    if names:
+        _LOG.info("gradwire: the new codec keeps no residual of %s; theirs is dropped", ", ".join(names))
 
 
 def read_checkpoint(path: str, key: str = "gradwire") -> State:

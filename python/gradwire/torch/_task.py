@@ -21,8 +21,11 @@ class Times:
     """Seconds per activity. Each entry is written by one thread only: encode by `up` and `down`, decode by `down` and
     `end`."""
 
+    KINDS = ("encode", "wait", "decode")
+
     def __init__(self) -> None:
         self.spent: dict[tuple[str, str], float] = {}
+        self._before = self.last = dict.fromkeys(self.KINDS, 0.0)
 
     @contextlib.contextmanager
     def measure(self, kind: str, phase: str, wall: bool) -> Iterator[None]:
@@ -34,8 +37,14 @@ class Times:
     def add(self, kind: str, phase: str, seconds: float) -> None:
         self.spent[kind, phase] = self.spent.get((kind, phase), 0.0) + seconds
 
-    def total(self, kind: str) -> float:
-        return sum(seconds for (name, _), seconds in list(self.spent.items()) if name == kind)
+    def totals(self) -> dict[str, float]:
+        """Of all steps; `last` has those of the last step."""
+        spent = list(self.spent.items())
+        return {kind: sum(seconds for (name, _), seconds in spent if name == kind) for kind in self.KINDS}
+
+    def step_done(self) -> None:
+        now = self.totals()
+        self.last, self._before = {kind: now[kind] - self._before[kind] for kind in self.KINDS}, now
 
 
 class Buffers:

@@ -19,6 +19,7 @@ learn of it from the process group, when its time-out has passed or when the con
 """
 
 import atexit
+import ctypes
 import queue
 import sys
 import threading
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from .._errors import EngineError
+from ._agree import timeout_of_group
 
 
 class BucketTask(Protocol):
@@ -67,14 +69,6 @@ class Exchange:
 _Queue = queue.SimpleQueue[Callable[[], None] | None]
 
 
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The time-out of the user's own group, or None (torch's default) where torch does not tell."""
-    try:
-        return group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return None
-
-
 def _runs_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
     """NCCL moves GPU memory itself. Every other backend moves host memory."""
     return device.type == "cuda" and "nccl" in dist.get_backend(group)
@@ -86,6 +80,7 @@ class Transport:
     _shared: list["Transport"] = []  # those that a new hook may share
     _every: "weakref.WeakSet[Transport]" = weakref.WeakSet()  # those that must end before the interpreter does
     _lock = threading.RLock()  # a hook may be freed, and its transport released, in the middle of anything
+    at_exit: list[Callable[[bool], None]] = []  # called last, with whether all backward passes have ended
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None, name: str) -> None:
         self.group, self.name = group, name
@@ -98,16 +93,17 @@ class Transport:
         # Tasks under way. A task that is complete may be submitted again before it is taken off this list.
         self._pending: list[BucketTask] = []
         self._threads: list[threading.Thread] = []
-        self._queues: list[_Queue] = []
-        timeout = timeout or _timeout_of(group, self.device) or default_pg_timeout
+        self._queues: list[_Queue]
+        # What was begun on a group, and perhaps never waited for. Each list is changed by one thread only.
+        self._begun: dict[str, list["dist.Work"]] = {"up": [], "down": []}
+        timeout = timeout or timeout_of_group(group, self.device) or default_pg_timeout
         phases = ["up"] if self.on_streams else ["up", "down", "end"]
         groups = [self._own_group(f"gradwire/{name}/{phase}", timeout) for phase in phases]
         self.up, self.down, self.end = groups[0], groups[-1 if self.on_streams else 1], groups[-1]
-        for phase in [] if self.on_streams else phases:
-            tasks: _Queue = queue.SimpleQueue()
-            thread = threading.Thread(target=self._work, args=(tasks,), name=f"gradwire {phase}", daemon=True)
+        self._queues = [] if self.on_streams else [queue.SimpleQueue() for _ in phases]
+        for phase, tasks, after in zip(phases, self._queues, [*self._queues[1:], None]):
+            thread = threading.Thread(target=self._work, args=(tasks, after), name=f"gradwire {phase}", daemon=True)
             thread.start()
-            self._queues.append(tasks)
             self._threads.append(thread)
         Transport._every.add(self)
 
@@ -160,47 +156,66 @@ class Transport:
     def close(self) -> None:
         """Ends the threads, once they have done what was submitted. The process groups are freed with the transport."""
         with self._lock:
-            self._closed = True
             if self in Transport._shared:
                 Transport._shared.remove(self)
-            for tasks in self._queues:
-                tasks.put(None)
+            if not self._closed and self._queues:
+                self._queues[0].put(None)
+            self._closed = True
 
     @classmethod
     def close_all(cls) -> None:
-        """Runs before the interpreter ends, because neither our threads nor those of Gloo may outlive it. A backward
-        pass that still waits for a bucket gets an error instead of waiting forever."""
-        for transport in list(cls._every):
+        """Runs before the interpreter ends, because neither our threads nor those of Gloo may outlive it. First every
+        backward pass that waits for a bucket gets an error, on all transports, and only then is anything waited for:
+        a thread that still waits when the interpreter has ended waits forever, with DDP's locks held."""
+        every = [transport for transport in list(cls._every) if not transport._closed or transport._pending]
+        under_way = []
+        for transport in every:
+            transport.close()  # from here on nothing is submitted
             if transport._pending:
-                transport.failure = transport.failure or EngineError(
-                    "the interpreter is shutting down", field="transport"
-                )
-                for task in transport._pending[:]:
-                    task.fail(transport.failure)
-                _leave_backward()
-            transport.close()
+                under_way.append(transport)
+            transport.failure = transport.failure or EngineError("the interpreter is shutting down", field="transport")
+            for task in transport._pending[:]:
+                task.fail(transport.failure)
+        left = not every or _leave_backward()
+        for transport in every:
             for thread in transport._threads:
                 thread.join(1.0)
+        for transport in list(cls._every):
+            if transport in under_way or transport._is_exchanging():
+                never_free(transport)
+        for last in cls.at_exit:
+            last(left)
+
+    def _is_exchanging(self) -> bool:
+        return any(not work.is_completed() for works in self._begun.values() for work in works)
+
+    def __del__(self) -> None:
+        if self._is_exchanging():
+            for group in (self.up, self.down, self.end):
+                never_free(group)
 
     @staticmethod
-    def _work(tasks: "_Queue") -> None:
+    def _work(tasks: "_Queue", after: "_Queue | None") -> None:
         while (task := tasks.get()) is not None:
             task()
             del task  # it would keep the last bucket, and a whole model with it, alive until the next one comes
+        if after is not None:
+            after.put(None)  # behind everything that this thread has put there
 
     # The way of one bucket.
 
     def submit(self, task: BucketTask) -> None:
         """Returns at once; with NCCL, when everything is enqueued. The task is told how it ended."""
-        if self._closed:
-            raise EngineError(
-                "the process group of this hook was destroyed, or the hook was removed", field="transport"
-            )
-        self._pending.append(task)
+        with self._lock:  # behind the end of the queue nobody would take it
+            if self._closed:
+                raise EngineError(
+                    "the process group of this hook was destroyed, or the hook was removed", field="transport"
+                )
+            self._pending.append(task)
+            if not self.on_streams:
+                self._queues[0].put(lambda: self._up(task))
         if self.on_streams:
             self._enqueue(task)
-        else:
-            self._queues[0].put(lambda: self._up(task))
 
     def _enqueue(self, task: BucketTask) -> None:
         try:
@@ -221,7 +236,7 @@ class Transport:
         try:
             self.check()
             first = task.start()
-            work = first.begin(self.up)
+            work = self._begin(first, self.up, "up")
         except BaseException as error:
             self._fail(task, error)
         else:
@@ -232,7 +247,7 @@ class Transport:
             self.check()
             self._wait(work, task, "down")
             second = task.reduce(first.recv)
-            work = second.begin(self.down) if second is not None else work
+            work = self._begin(second, self.down, "down") if second is not None else work
         except BaseException as error:
             self._fail(task, error)
         else:
@@ -247,6 +262,11 @@ class Transport:
             self._pending.remove(task)
         except BaseException as error:
             self._fail(task, error)
+
+    def _begin(self, exchange: Exchange, group: Any, phase: str) -> "dist.Work":
+        work = exchange.begin(group)
+        self._begun[phase] = [one for one in self._begun[phase] if not one.is_completed()] + [work]
+        return work
 
     @staticmethod
     def _wait(work: "dist.Work", task: BucketTask, phase: str) -> None:
@@ -288,9 +308,10 @@ class Transport:
 atexit.register(Transport.close_all)
 
 
-def _leave_backward() -> None:
-    """Waits, for at most ten seconds, until no other thread is in a backward pass. A thread that needs the interpreter
-    after it has ended would hang with DDP's locks held, and the destructor of DDP with it."""
+def _leave_backward() -> bool:
+    """Waits, for at most ten seconds, until no other thread is in a backward pass, and returns whether that is so. A
+    thread that needs the interpreter after it has ended would hang with DDP's locks held, and the destructor of DDP
+    with it."""
 
     def is_in_backward(frame: types.FrameType | None) -> bool:
         while frame is not None and frame.f_code.co_name != "_engine_run_backward":
@@ -301,8 +322,16 @@ def _leave_backward() -> None:
     mine = threading.get_ident()
     while any(is_in_backward(frame) for thread, frame in sys._current_frames().items() if thread != mine):
         if time.monotonic() > deadline:
-            return
+            return False
         time.sleep(0.01)
+    return True
+
+
+def never_free(kept: object) -> None:
+    """Takes a reference that is not given back. The destructor of a Gloo process group waits for every exchange that
+    was begun on it, up to the time-out, and all of Python waits with it; the destructor of a DDP waits for its backward
+    pass. What a failure has left behind is better kept than waited for."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def _exists(group: dist.ProcessGroup) -> bool:

@@ -20,6 +20,7 @@ from .. import _core
 from .._errors import UnsupportedError, UsageError
 from . import _state
 from ._hook import DTYPES
+from ._meters import Sent, cost
 from ._task import Buffers, Times, core_device
 
 if TYPE_CHECKING:
@@ -34,7 +35,12 @@ class Channel:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.buffers, self.times = Buffers(), Times()
         self.coders: dict[str, "UnitCoder"] = {}  # those that keep state from step to step, by unit
-        self._now, self._last = [0, 0], [0, 0]  # bytes and elements to other ranks
+        self._bytes, self._elements = Sent(), Sent()  # to other ranks
+
+    def continuing(self, before: "Channel") -> "Channel":
+        """Goes on counting where another one has stopped."""
+        self.times, self._bytes, self._elements = before.times, before._bytes, before._elements
+        return self
 
     def core_device(self) -> "_core.Device":
         return core_device(self.device, self.stream, self.threads)
@@ -109,16 +115,31 @@ class Channel:
     # Meters.
 
     def sent(self, size: int, elements: int) -> None:
-        self._now[0] += size
-        self._now[1] += elements
+        self._bytes.add(size)
+        self._elements.add(elements)
 
     def step_done(self) -> None:
-        self._last, self._now = self._now, [0, 0]
+        self._bytes.step_done()
+        self._elements.step_done()
+        self.times.step_done()
 
     def report(self) -> dict[str, Any]:
-        size, elements = self._last if self._last[1] else self._now
+        """Before the first step has ended, the last step is the one under way."""
+        last = self._elements.last > 0
+        size = self._bytes.last if last else self._bytes.now
+        elements = self._elements.last if last else self._elements.now
         bits = 8 * size / elements if elements else 0.0
-        return {"codec": str(self.rules), "bits": bits, "bytes": size, "ratio": 32 / bits if bits else 1.0}
+        return {
+            "codec": str(self.rules),
+            "bits": bits,
+            "ratio": 32 / bits if bits else 1.0,
+            "last_step": cost(size, 4 * elements, self.times.last),
+            "all_steps": cost(
+                self._bytes.total + self._bytes.now,
+                4 * (self._elements.total + self._elements.now),
+                self.times.totals(),
+            ),
+        }
 
 
 class UnitCoder:
@@ -165,9 +186,15 @@ class UnitCoder:
                     field=name,
                 )
 
-    def restore(self, residuals: Mapping[str, torch.Tensor], learned: Mapping[str, torch.Tensor]) -> None:
-        self.check(residuals)
+    def restore(
+        self, residuals: Mapping[str, torch.Tensor], learned: Mapping[str, torch.Tensor], partial: bool = False
+    ) -> None:
+        """`partial`: a unit of which the state has nothing stays as it is, because its codec is newer than the
+        state."""
         current = self.model.state()
+        if partial and not any(name in residuals for _, name, _, _ in current.entries()):
+            return
+        self.check(residuals)
         mine = {name: residuals[name] for _, name, _, _ in current.entries()}
         feedback = _state.feedback_of({"up": mine, "down": {}}, "f32")
         for name in current.extra():
@@ -213,6 +240,13 @@ class _Comm:
     @staticmethod
     def codec(channel: Channel, unit: str, count: int) -> "_core.Codec":
         return channel.rules.codec_for(unit, 2, count)
+
+    def remade(self, channel: Channel) -> "_Comm":
+        """The same for another channel, with coders for everything that was sent so far."""
+        other = type(self)(self.hook, channel, self.unit)
+        for key in self.coders:
+            other.unit_coder(*key)
+        return other
 
     def make(self, codec: "_core.Codec", count: int, dtype: torch.dtype, group: dist.ProcessGroup) -> UnitCoder:
         raise NotImplementedError
@@ -278,8 +312,21 @@ class CompressedReduceScatter(_Comm):
             )
         self.channel.coders[self.unit] = unit_coder
         if self.hook._restored[0] or self.hook._restored[1]:
-            unit_coder.restore(*self.hook._restored)
+            unit_coder.restore(*self.hook._restored, partial=self.hook._changed)
         return unit_coder
+
+    def carry(self, old: Channel) -> list[str]:
+        """Takes over what the unit has kept with its former codec. Returns what cannot be kept."""
+        before, now = old.coders.get(self.unit), self.channel.coders.get(self.unit)
+        if before is None:
+            return []
+        state = before.model.state()
+        if now is None:
+            return sorted({name for _, name, _, _ in state.entries()})
+        residual = DTYPES[self.hook._options["residual"]]
+        carried, dropped = _state.carried(state, now.model.state(), residual)
+        now.model.restore(carried)
+        return dropped
 
 
 def _factor(op: Any, world: int) -> float:

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+// libFuzzer is the server of a worker: a Client joins, exchanges updates and leaves, and everything that it hears comes
+// from the input: a welcome with some bytes changed, weights with wrong fields or messages, durable, notice and buffers
+// as texts of any content and depth. Only gradwire::Error may come out; another exception, a sanitizer's report or a
+// call that does not return is a finding.
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gradwire/error.h"
+#include "gradwire/message.h"
+#include "server/client.h"
+#include "support/fuzz_source.h"
+
+namespace {
+
+using namespace gradwire;
+using namespace gradwire::server;
+using gradwire::fuzz::nested_json;
+using gradwire::fuzz::promise;
+using gradwire::fuzz::Source;
+
+constexpr uint64_t kShardElements = 32;
+
+Signature toy_signature(uint8_t flags) {
+  Signature signature;
+  signature.parameters = {{"w", {16}}, {"v", {4, 10}}};  // two shards
+  signature.buffers = {{"b", {3}}};
+  signature.up = "fp32";
+  signature.down = flags & 1 ? "unigrid:bits=8" : "fp32";
+  signature.sends_updates = flags & 2;
+  signature.pools = flags & 4;
+  return signature;
+}
+
+Blob encode(const std::vector<TensorSpec>& specs, float fill) {
+  const Plan plan(specs);
+  std::vector<std::vector<float>> values;
+  std::vector<const void*> in;
+  for (const TensorSpec& one : specs) in.push_back(values.emplace_back(one.count, fill).data());
+  std::vector<std::byte> message(plan.message_bytes());
+  make_runner(plan, {})->encode(in, {}, message);
+  return make_blob(std::move(message));
+}
+
+Blob blob_of(const std::string& text) {
+  const auto bytes = std::as_bytes(std::span(text));
+  return make_blob({bytes.begin(), bytes.end()});
+}
+
+std::string altered(Source& source, std::string text) {
+  const size_t at = source.next<uint16_t>() % (text.size() + 1);
+  const size_t gone = std::min<size_t>(source.next<uint8_t>() % 16, text.size() - at);
+  return text.replace(at, gone, source.text(source.next<uint8_t>() % 24));
+}
+
+// Says what the input says, and then the connection is gone.
+class FuzzLink final : public Link {
+ public:
+  FuzzLink(Source& source, const Signature& signature)
+      : source_(source), signature_(signature), layouts_(shard_layouts(signature, kShardElements)) {}
+  void send(const Frame& frame, const Blob& payload) override {
+    const size_t size = payload ? payload->size() : 0;
+    read_frame_head(write_head(frame, size), size);  // what a worker says, a server can read
+    last_ = frame;
+  }
+  bool receive(Frame& frame, Blob& payload, std::chrono::milliseconds) override {
+    if (source_.size == 0) throw LinkLost("the input is over");
+    frame = {};
+    payload = make_blob({});
+    switch (source_.next<uint8_t>() % 8) {
+      case 0:
+        frame.kind = FrameKind::welcome;
+        payload = blob_of(welcome());
+        break;
+      case 1:
+        frame.kind = FrameKind::welcome;
+        payload = blob_of(altered(source_, welcome()));
+        break;
+      case 2:
+        frame.kind = FrameKind::durable;
+        payload = blob_of(altered(source_, R"({"durable":[1,2]})"));
+        break;
+      case 3:
+        frame.kind = FrameKind::notice;
+        payload = blob_of(altered(source_, R"({"left":true})"));
+        break;
+      case 4:
+        frame.kind = FrameKind::buffers;
+        payload = encode(buffer_specs(signature_), 1);
+        break;
+      case 5:  // any kind, a text of any depth
+        frame.kind = static_cast<FrameKind>(source_.next<uint8_t>() % 5 + 65);
+        payload = blob_of(nested_json(source_));
+        break;
+      default:
+        answer(frame, payload);
+        break;
+    }
+    // A link gives out only what the head of a frame can say.
+    try {
+      frame = read_frame_head(write_head(frame, payload->size()), payload->size());
+    } catch (const Error& error) {
+      throw LinkLost(error.what());
+    }
+    return true;
+  }
+
+ private:
+  std::string welcome() {
+    std::vector<uint64_t> numbers(layouts_.size(), source_.next<uint8_t>() % 3);
+    const auto flags = source_.next<uint8_t>();
+    return nlohmann::json{{"run", flags % 3},           {"slot", 1},           {"initial", (flags & 16) != 0},
+                          {"durable", numbers},         {"steps", flags % 5},  {"part_elements", kShardElements},
+                          {"async", (flags & 32) != 0}, {"sequence", numbers}, {"versions", numbers}}
+        .dump();
+  }
+  // To the last question, more or less.
+  void answer(Frame& frame, Blob& payload) {
+    const auto how = source_.next<uint8_t>();
+    frame.kind = FrameKind::weights;
+    frame.shard = how & 1 ? last_.shard : source_.next<uint8_t>() % 5;
+    frame.step = how & 2 ? last_.step + 1 : source_.next<uint8_t>();
+    frame.sequence = how & 4 ? last_.sequence : source_.next<uint8_t>();
+    frame.status = static_cast<UpdateStatus>(how & 8 ? 1 : source_.next<uint8_t>() % 6);
+    frame.flags = source_.next<uint8_t>() % 8;
+    frame.held = source_.next<uint8_t>();
+    if (how & 16) return;
+    const auto kind = frame.flags & kWhole ? ShardMessage::whole : ShardMessage::down;
+    payload = encode(specs_of(signature_, layouts_[frame.shard % layouts_.size()], kind), 0.5f);
+    if (!(how & 32)) return;
+    std::vector<std::byte> bytes = *payload;
+    bytes[source_.next<uint16_t>() % bytes.size()] ^= std::byte(source_.next<uint8_t>());
+    if (how & 64) reseal(bytes);
+    payload = make_blob(std::move(bytes));
+  }
+
+  Source& source_;
+  Signature signature_;
+  std::vector<ShardLayout> layouts_;
+  Frame last_;
+};
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  Source source{data, size};
+  const Signature signature = toy_signature(source.next<uint8_t>());
+  std::vector<std::vector<float>> values, updates, buffers{std::vector<float>(3)};
+  std::vector<float*> weights, second, kept{buffers[0].data()};
+  std::vector<const float*> sent;
+  for (const Variable& one : signature.parameters) {
+    weights.push_back(values.emplace_back(one.count(), 1.0f).data());
+    sent.push_back(updates.emplace_back(one.count(), 0.25f).data());
+  }
+  try {
+    Client client({.signature = signature,
+                   .dial = [&] { return std::make_unique<FuzzLink>(source, signature); },
+                   .name = "fuzz",
+                   .id = "fuzzed-worker",
+                   .patience_s = 1e-9});
+    client.join(weights);
+    for (int i = 0; i < 4; ++i) {
+      client.exchange(sent, weights);
+      client.take_buffers(kept);
+      if (signature.pools) client.pool(weights);
+    }
+    client.leave(0.01);
+  } catch (const Error& error) {
+    promise(*error.what() != '\0');
+  }
+  return 0;
+}
