@@ -29,15 +29,19 @@ ServerShard::ServerShard(const Signature& signature, const ShardLayout& layout)
       down_plan_(specs_of(signature, layout, ShardMessage::down)),
       whole_plan_(specs_of(signature, layout, ShardMessage::whole)),
       down_runner_(make_runner(down_plan_, {})),
-      whole_runner_(make_runner(whole_plan_, {})),
-      weights_(elements_),
-      sum_(elements_) {
+      whole_runner_(make_runner(whole_plan_, {})) {
   for (const TensorSpec& spec : up_) name_hashes_.push_back(hash_name(spec.name));
+  ready_ = layout.role == ShardRole::pool;  // it begins with zeros, which no worker uses before the first mean
+}
+
+void ServerShard::make_room() {
+  if (sum_.size() == elements_) return;
+  weights_.resize(elements_);
   if (sends_updates_) {
     residual_.resize(elements_);
     next_residual_.resize(elements_);
   }
-  ready_ = layout.role == ShardRole::pool;  // it begins with zeros, which no worker uses before the first mean
+  sum_.resize(elements_);  // the last one: it tells that all are there
 }
 
 std::vector<void*> ServerShard::pointers(std::vector<float>& values) const {
@@ -61,6 +65,7 @@ double ServerShard::signed_sum_of(const std::vector<float>& values) const {
 }
 
 void ServerShard::set(std::span<const std::byte> whole) {
+  make_room();
   whole_runner_->decode(whole, pointers(sum_));
   if (!std::isfinite(signed_sum_of(sum_))) throw Error(ErrorKind::frame, "bad weights: they are not finite", "weights");
   weights_ = sum_;
@@ -68,7 +73,8 @@ void ServerShard::set(std::span<const std::byte> whole) {
 }
 
 void ServerShard::set(std::span<const float> values) {
-  GW_CHECK(values.size() == weights_.size());
+  GW_CHECK(values.size() == elements_);
+  make_room();
   weights_.assign(values.begin(), values.end());
   ready_ = true;
 }
@@ -133,6 +139,7 @@ UpdateStatus ServerShard::submit(uint32_t slot, const Frame& frame, Blob message
   } catch (const Error&) {
     return UpdateStatus::corrupt;
   }
+  make_room();
   if (frame.step > version_) std::erase_if(pending_, [](const auto& one) { return one.second.resent; });
   version_ = frame.step;
   pending_[slot] = {frame.sequence, frame.tally, std::move(message), pool && (frame.flags & kQuiet)};
@@ -166,6 +173,7 @@ void ServerShard::drop_unusable(std::vector<std::pair<uint32_t, UpdateStatus>>& 
 
 ServerShard::ClosedStep ServerShard::close() {
   ClosedStep result;
+  make_room();
   // Nearly always all updates are fine, so they are decoded straight into the sum; the sum tells whether they were.
   double sum = 0;
   try {
@@ -252,6 +260,7 @@ const Blob& ServerShard::encoded(Blob& kept, Runner& runner) {
 }
 
 Blob ServerShard::message_for(uint64_t held, Frame& frame) {
+  make_room();
   if (!sends_updates_) return encoded(down_, *down_runner_);
   if (change_ && held != kNone && held + 1 == version_) return change_;
   frame.flags |= kWhole;  // a change is of no use to a worker that does not hold the step before
@@ -303,13 +312,18 @@ UpdateStatus ServerShard::absorb_residual(uint32_t slot, const Frame& frame, con
   return UpdateStatus::applied;
 }
 
-ShardSnapshot ServerShard::snapshot() const { return {version_, applied_, weights_, residual_, progress_}; }
+ShardSnapshot ServerShard::snapshot() const {
+  ShardSnapshot copy{version_, applied_, weights_, residual_, progress_};
+  copy.weights.resize(elements_);  // of a pool that has heard of nobody yet: zeros
+  return copy;
+}
 
 void ServerShard::restore(ShardSnapshot snapshot) {
-  if (snapshot.weights.size() != weights_.size() || snapshot.residual.size() != residual_.size())
+  if (snapshot.weights.size() != elements_ || snapshot.residual.size() != (sends_updates_ ? elements_ : 0))
     throw Error(ErrorKind::frame,
-                fmt::format("bad state: a shard has {} weights; expected {}", snapshot.weights.size(), weights_.size()),
+                fmt::format("bad state: a shard has {} weights; expected {}", snapshot.weights.size(), elements_),
                 "weights");
+  make_room();
   version_ = snapshot.version;
   applied_ = snapshot.applied;
   weights_ = std::move(snapshot.weights);
