@@ -268,8 +268,17 @@ TEST(ServerRpc, OversizeMessagesAreRefusedAndNotKept) {
   RpcServer net;
   expect_work(net);
   [[maybe_unused]] const double before = resident_mb();
+  {  // of somebody who has not even said hello: the connection is cut off before all of it is here
+    RawRpcClient stranger(net.address());
+    stranger.write(std::vector<std::byte>(kFrameHead + kMaxFrame));
+    EXPECT_EQ(stranger.finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+    EXPECT_EQ(net.listener.cut_off(), 1u);
+  }
   for (const size_t size : {kFrameHead + kMaxFrame + 1, kFrameHead + kMaxFrame + 4096}) {
     RawRpcClient raw(net.address());
+    Frame frame;
+    Blob payload;
+    ASSERT_TRUE(raw.hello(tiny_signature()) && raw.read(frame, payload));
     raw.write(std::vector<std::byte>(size));
     const grpc::Status status = raw.finish();
     EXPECT_TRUE(status.error_code() == grpc::StatusCode::INVALID_ARGUMENT ||

@@ -279,7 +279,11 @@ void Acceptor::cut(Peer& peer) {
   if (peer.cut) return;
   const int own = ::fcntl(peer.socket, F_DUPFD_CLOEXEC, 0);
   if (own < 0) return;  // no descriptor at present: the next sweep tries again
-  if (inode_of(own) == peer.inode) ::shutdown(own, SHUT_RDWR);
+  // Not shutdown(): what still comes would be read for as long as it comes. This resets the connection and drops what
+  // has not been read.
+  sockaddr nowhere{};
+  nowhere.sa_family = AF_UNSPEC;
+  if (inode_of(own) == peer.inode && ::connect(own, &nowhere, sizeof nowhere) != 0) ::shutdown(own, SHUT_RDWR);
   ::close(own);
   peer.cut = true;
   ++cut_off_;

@@ -18,6 +18,7 @@
 #include "server/machine.h"
 #include "server/rpc/acceptor.h"
 #include "server/rpc/frame_buffer.h"
+#include "server/rpc/probe.h"
 
 namespace gradwire::server {
 namespace {
@@ -263,6 +264,11 @@ std::shared_ptr<grpc::ServerCredentials> credentials_of(const Security& security
   if (security.certificate.empty())
     throw Error(ErrorKind::usage, "a server with tls-ca needs tls-cert and tls-key too", "tls-cert");
   options.pem_key_cert_pairs.push_back({read_pem(security.key, "tls-key"), read_pem(security.certificate, "tls-cert")});
+  if (!keys_fit(options.pem_key_cert_pairs[0].cert_chain, options.pem_key_cert_pairs[0].private_key))
+    throw Error(ErrorKind::io,
+                fmt::format("listen: the key {} (tls-key) is not that of the certificate {} (tls-cert)", security.key,
+                            security.certificate),
+                "listen");
   if (!security.authority.empty()) options.pem_root_certs = read_pem(security.authority, "tls-ca");
   return grpc::SslServerCredentials(options);
 }
@@ -377,7 +383,7 @@ RpcListener::RpcListener(ServerHub& hub, const ListenOptions& options) {
   if (!state_->server)
     throw Error(ErrorKind::io,
                 fmt::format("listen: {} cannot be had{}", options.address,
-                            options.security.tls() ? ": tls-cert and tls-key do not fit together" : ""),
+                            options.security.tls() ? ": gRPC cannot use tls-cert, tls-key or tls-ca" : ""),
                 "listen");
   state_->sweeper = std::thread([this] { state_->sweep(); });
   state_->acceptor.start([state = state_.get()](int socket) {

@@ -233,6 +233,17 @@ std::optional<Error> explain_once(const std::string& address, const HostPort& to
 
 }  // namespace
 
+bool keys_fit(const std::string& certificate, const std::string& key) {
+  const Memory one = memory_of(certificate), other = memory_of(key);
+  X509* read = PEM_read_bio_X509(one.get(), nullptr, nullptr, nullptr);
+  EVP_PKEY* own = PEM_read_bio_PrivateKey(other.get(), nullptr, nullptr, nullptr);
+  const bool fit = read && own && X509_check_private_key(read, own) == 1;
+  X509_free(read);
+  EVP_PKEY_free(own);
+  ERR_clear_error();
+  return fit;
+}
+
 std::optional<Error> explain_failure(const std::string& address, const TlsTexts& tls) {
   const HostPort to = parse_address(address, "server");
   const std::optional<Error> first = explain_once(address, to, tls);

@@ -20,4 +20,7 @@ struct TlsTexts {
 // Nothing, if nobody listens there, or nothing is wrong that another attempt could not change. Takes seconds at most.
 std::optional<Error> explain_failure(const std::string& address, const TlsTexts& tls);
 
+// Whether a key belongs to a certificate, both PEM.
+bool keys_fit(const std::string& certificate, const std::string& key);
+
 }  // namespace gradwire::server
