@@ -274,7 +274,7 @@ def loopback(options):
         up, down = codec_seconds(UP), codec_seconds(DOWN)
         reference.append(4 * up[2] + down[0])
         shares.append(min(up[3], down[3]))
-        server, address = listening(["--listen", "127.0.0.1:0", "--min-workers", "4", "--threads", "1"])
+        server, address = listening(["--bench", "--listen", "127.0.0.1:0", "--min-workers", "4", "--threads", "1"])
         try:
             marks = []
             for steps in (2, 2, 22):  # joining and leaving cost the same in the second and the third
@@ -311,7 +311,7 @@ def loopback(options):
             f"  turn: codecs {reference[-1]:.4f} s, server {user[-1]:.4f} s, with the kernel {spent[-1]:.4f} s, with gRPC {everything[-1]:.4f} s; {before}",
             file=sys.stderr,
         )
-    command = f"gradwire serve --threads 1; gradwire load --workers 4 --elements {ELEMENTS} --up {UP} --down {DOWN}"
+    command = f"gradwire serve --bench --threads 1; gradwire load --workers 4 --elements {ELEMENTS} --up {UP} --down {DOWN}"
     note = f"median of {options.turns} turns; {load_note()}; bench codec had a processor for at least {100 * min(shares):.0f} % of its time"
     rows.add(
         command,
@@ -467,6 +467,7 @@ def over_link(network, elements, steps, up, down, send, pause=0.0):
     try:
         server, _ = listening(
             [
+                "--bench",
                 "--listen",
                 f"{SERVER}:{PORT}",
                 "--watch",

@@ -5,6 +5,7 @@
 
 #include <CLI/CLI.hpp>
 #include <chrono>
+#include <cstdio>
 #include <memory>
 #include <random>
 #include <thread>
@@ -26,7 +27,7 @@ struct LoadOptions {
   server::Signature signature;
   uint64_t elements = 25'000'000, steps = 10;
   int workers = 1;
-  double compute_s = 0;
+  double compute_s = 0, patience_s = 60;
   std::string send = "weights";
   bool json = false;
 };
@@ -56,7 +57,8 @@ LoadResult work(const LoadOptions& options, int number, const std::atomic<bool>&
                          .dial = server::make_dialer(options.dial),
                          .name = fmt::format("load{}", number),
                          .id = {},
-                         .patience_s = 60});
+                         .patience_s = options.patience_s,
+                         .bench = true});
   std::vector<std::vector<float>> weights, updates;
   std::vector<float*> to;
   std::vector<const float*> from;
@@ -93,6 +95,7 @@ void load(LoadOptions& options) {
   options.signature.parameters = variables(options.elements);
   options.signature.sends_updates = options.send == "updates";
   options.signature.model = "load";
+  std::fprintf(stderr, "connecting to %s, for at most %g s\n", options.dial.address.c_str(), options.patience_s);
   std::vector<LoadResult> results(static_cast<size_t>(options.workers));
   std::vector<std::thread> threads;
   std::exception_ptr failure;
@@ -165,6 +168,10 @@ void add_load(CLI::App& app, Action& action) {
       ->type_name("S")
       ->check(CLI::Range(0.0, 1e6))
       ->capture_default_str();
+  command->add_option("--patience", o.patience_s, "How long to go on trying to reach the server, in seconds")
+      ->type_name("S")
+      ->check(CLI::Range(0.1, 1e7))
+      ->capture_default_str();
   command->add_option("--up", o.signature.up, "The codec of the updates")->type_name("SPEC")->capture_default_str();
   command->add_option("--down", o.signature.down, "The codec of what comes back")
       ->type_name("SPEC")
@@ -172,7 +179,10 @@ void add_load(CLI::App& app, Action& action) {
   add_choice(*command, "--send", o.send, {"weights", "updates"}, "What comes back");
   command->add_flag("--json", o.json, "Print one JSON object");
   add_security(*command, o.dial.security, false);
-  command->footer("Example:\n  gradwire load --server 127.0.0.1:7070 --workers 4 --elements 25000000 --steps 10");
+  command->footer(
+      "Example:\n"
+      "  gradwire serve --bench --listen 127.0.0.1:7070\n"
+      "  gradwire load --server 127.0.0.1:7070 --workers 4 --elements 25000000 --steps 10");
   command->callback([&action, options] { action = [options] { load(*options); }; });
 }
 

@@ -100,7 +100,9 @@ void ConsoleReporter::epoch(const nlohmann::json& event) {
                                   ? fmt::format("   {} steps left out (not finite)", event["skipped_steps"].get<int>())
                                   : "";
   print(fmt::format("{:>5}  {:>12}  {:>8}  {:>10}  {:>8}  {:>13.3f}  {:>11}  {:>5}{}\n", event["epoch"].get<int>(),
-                    loss(event["train_loss"]), percent(event["train_accuracy"]), loss(event["test_loss"]),
+                    loss(event["train_loss"]), percent(event["train_accuracy"]),
+                    // With a server, one worker evaluates; the others have neither number.
+                    event["test_loss"].is_null() && event["test_accuracy"].is_null() ? "-" : loss(event["test_loss"]),
                     percent(event["test_accuracy"]), event["bits"].get<double>(), human_bytes(event["bytes_sent"]),
                     clock(event["seconds"]["wall"]), skipped));
   std::fflush(stdout);

@@ -43,29 +43,39 @@ bool Admission::hello(const std::shared_ptr<Session>& session, const nlohmann::j
   if (found == text.end()) throw Error(ErrorKind::frame, "bad hello: there is no signature", "signature");
   const Signature signature = Signature::parse(*found);
 
-  std::unique_lock lock(context_.mutex);
-  const auto refuse = [&](Refusal why, const std::string& words) {
+  const auto refuse = [&](Refusal why, const char* reason, const std::string& words) {
+    status_.count_refusal(reason);
+    context_.log_refusal(reason, session->peer(), words);
     session->refuse(why, words);
     return false;
   };
-  if (context_.stopping) return refuse(Refusal::stopping, "the server is stopping");
-  if (membership_.find(session.get())) throw Error(ErrorKind::frame, "bad hello: this is the second one", "kind");
-  if (const std::string reason = reason_against(signature); !reason.empty()) {
-    status_.count_refusal("signature");
-    return refuse(Refusal::signature, "this worker trains something else: " + reason);
-  }
+  const bool bench = text.value("bench", false);
+  std::unique_lock lock(context_.mutex);
+  do {  // the model may be forgotten again while the lock is not held
+    if (context_.stopping) {
+      session->refuse(Refusal::stopping, "the server is stopping");
+      return false;
+    }
+    if (membership_.find(session.get())) throw Error(ErrorKind::frame, "bad hello: this is the second one", "kind");
+    if (bench != context_.options.bench)
+      return refuse(Refusal::signature, "bench",
+                    bench ? "gradwire load brings a model that nobody trains: it works with a server that was started "
+                            "with --bench"
+                          : "this server was started with --bench and takes gradwire load alone");
+    lock.unlock();
+    const std::string reason = reason_against(signature);
+    lock.lock();
+    if (!reason.empty()) return refuse(Refusal::signature, "signature", "this worker trains something else: " + reason);
+  } while (!context_.model);
   const uint32_t most = context_.options.max_workers;
   const bool returns = membership_.find(id) != nullptr;
-  if (!returns && membership_.present() >= most) {
-    status_.count_refusal("full");
-    return refuse(Refusal::full, fmt::format("the server is full: it takes {} workers (--max-workers)", most));
-  }
+  if (!returns && membership_.present() >= most)
+    return refuse(Refusal::full, "full", fmt::format("the server is full: it takes {} workers (--max-workers)", most));
   WorkerRecord& worker = membership_.connect(id, name, session, context_.model->layouts.size());
   if (context_.model->whole()) {
     welcome(worker, false);
   } else if (!initialiser_ || *initialiser_ == worker.slot) {
-    initialiser_ = worker.slot;
-    welcome(worker, true);
+    ask_for_weights(worker);
   } else if (std::find(waiting_.begin(), waiting_.end(), worker.slot) == waiting_.end()) {
     waiting_.push_back(worker.slot);
   }
@@ -79,10 +89,20 @@ bool Admission::hello(const std::shared_ptr<Session>& session, const nlohmann::j
 }
 
 std::string Admission::reason_against(const Signature& signature) {
+  const auto difference = [&](std::string& words) {
+    const std::lock_guard lock(context_.mutex);
+    if (context_.model) words = context_.model->signature.difference(signature);
+    return context_.model != nullptr;
+  };
+  std::string words;
   try {
     check_limits(signature, context_.options.limits);
-    if (context_.model) return context_.model->signature.difference(signature);
-    adopt(signature);
+    if (difference(words)) return words;
+    const std::lock_guard making(making_);
+    if (difference(words)) return words;  // another worker was faster
+    std::shared_ptr<ServerModel> model = make_model(signature);
+    const std::lock_guard lock(context_.mutex);
+    context_.model = std::move(model);
     return {};
   } catch (const Error& error) {
     return error.what();
@@ -90,14 +110,14 @@ std::string Admission::reason_against(const Signature& signature) {
 }
 
 // The first worker says what is trained; a file may have the weights.
-void Admission::adopt(const Signature& signature) {
+std::shared_ptr<ServerModel> Admission::make_model(const Signature& signature) const {
   if (signature.sends_updates && context_.options.async)
     throw Error(ErrorKind::usage, "updates down need steps: this server has none (--mode async); send weights", "mode");
   if (signature.pools && context_.options.async)
     throw Error(ErrorKind::usage, "shared moments need steps: this server has none (--mode async)", "mode");
   auto model = std::make_shared<ServerModel>(signature, context_.options.shard_elements);
   if (!context_.options.init.empty()) read_init(*model);
-  context_.model = std::move(model);
+  return model;
 }
 
 void Admission::read_init(ServerModel& model) const {
@@ -118,6 +138,12 @@ void Admission::read_init(ServerModel& model) const {
     model.queues[p].shard->set(model.layouts[p].gather(spans));
     model.ready[p] = 1;
   }
+}
+
+void Admission::ask_for_weights(const WorkerRecord& worker) {
+  initialiser_ = worker.slot;
+  initial_since_ = SteadyClock::now();
+  welcome(worker, true);
 }
 
 void Admission::welcome(const WorkerRecord& worker, bool initial) {
@@ -177,20 +203,24 @@ void Admission::set_initial(const std::shared_ptr<Session>& session, uint32_t sl
       const std::lock_guard lock(context_.mutex);
       if (!still_asked()) return done();
     }
+    ServerShard& shard = *model->queues[frame.shard].shard;
     try {
-      model->queues[frame.shard].shard->set(*payload);
-    } catch (const Error& error) {
+      shard.set(*payload);
+    } catch (const std::exception& error) {  // they are malformed, or there is no memory for them
       {
         const std::lock_guard lock(context_.mutex);
         status_.count_refusal("corrupt");
       }
+      context_.log_refusal("corrupt", session->peer(), error.what());
       session->refuse(Refusal::malformed, error.what());
       return done();
     }
     {
       const std::lock_guard lock(context_.mutex);
       if (still_asked()) {
-        model->ready[frame.shard] = 1;
+        // Only a shard that was missing is progress: one shard, again and again, is none.
+        if (!std::exchange(model->ready[frame.shard], 1)) initial_since_ = SteadyClock::now();
+        model->bytes[frame.shard] = shard.bytes();
         if (model->whole()) all_ready();
       }
     }
@@ -216,13 +246,28 @@ bool Admission::gone(uint32_t slot) {
     if (!next || !next->session) continue;
     // What the one before has sent does not count: a mixture of two initialisations is none.
     std::fill_n(model.ready.begin(), model.weight_shards(), 0);
-    initialiser_ = next->slot;
-    welcome(*next, true);
+    ask_for_weights(*next);
     return true;
   }
   context_.model = nullptr;
   membership_.clear();
   return false;
+}
+
+void Admission::check_initial() {
+  if (!initialiser_ || seconds_since(initial_since_) <= context_.options.initial_s) return;
+  WorkerRecord* worker = membership_.find(*initialiser_);
+  if (!worker || !worker->session) return;
+  const std::shared_ptr<Session> session = worker->session;
+  const uint32_t slot = worker->slot;
+  const std::string words =
+      fmt::format("this worker was asked for the first weights and has sent none for {:.0f} s (--initial)",
+                  context_.options.initial_s);
+  status_.count_refusal("slow");
+  context_.log_refusal("slow", session->peer(), words);
+  membership_.disconnect(*worker);  // now: its connection may take a while to end
+  gone(slot);
+  session->refuse(Refusal::slow, words);
 }
 
 }  // namespace gradwire::server

@@ -35,6 +35,7 @@ struct ClientOptions {
   std::string id;           // empty: a random one
   double patience_s = 600;  // how long to go on trying to reach the server
   int threads = 1;
+  bool bench = false;  // it trains nothing: only a server that was started for that takes it
 };
 
 struct ClientCounts {

@@ -50,7 +50,8 @@ void Client::persist(const std::function<void()>& work) {
 
 void Client::connect() {
   std::unique_ptr<Link> link = options_.dial();
-  const nlohmann::json hello = {{"id", id_}, {"name", options_.name}, {"signature", options_.signature.json()}};
+  nlohmann::json hello = {{"id", id_}, {"name", options_.name}, {"signature", options_.signature.json()}};
+  if (options_.bench) hello["bench"] = true;
   link->send({.kind = FrameKind::hello}, text_blob(hello));
   const auto asked = SteadyClock::now();
   Frame frame;

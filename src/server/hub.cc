@@ -30,9 +30,12 @@ ServerHub::~ServerHub() {
   context_.strands.stop();  // its work uses the other members, so it ends before they do
 }
 
-void ServerHub::count_refusal(const std::string& why) {
-  const std::lock_guard lock(context_.mutex);
-  status_.count_refusal(why);
+void ServerHub::count_refusal(const std::string& why, const std::string& peer, const std::string& words) {
+  {
+    const std::lock_guard lock(context_.mutex);
+    status_.count_refusal(why);
+  }
+  context_.log_refusal(why, peer, words);
 }
 
 nlohmann::json ServerHub::status() const {
@@ -50,7 +53,7 @@ void ServerHub::received(const std::shared_ptr<Session>& session, const Frame& f
   try {
     dispatch(session, frame, std::move(payload), done);
   } catch (const std::exception& error) {  // an Error, or no memory for what is announced
-    count_refusal("corrupt");
+    count_refusal("corrupt", session->peer(), error.what());
     session->refuse(Refusal::malformed, error.what());
     done();
   }
@@ -145,6 +148,7 @@ void ServerHub::tick() {
     tick_wake_.wait_for(lock, std::chrono::milliseconds(50));
     const bool changed =
         membership_.expire([this](const WorkerRecord& worker) { context_.log("lost", worker.label()); });
+    admission_.check_initial();
     const std::shared_ptr<ServerModel> model = context_.model;
     if (!model) continue;
     std::vector<uint32_t> open;

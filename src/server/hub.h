@@ -41,8 +41,10 @@ class ServerHub {
   // `done` is called when the session may send its next frame.
   void received(const std::shared_ptr<Session>& session, const Frame& frame, Blob payload, std::function<void()> done);
   void vanished(const Session* session);
-  void count_refusal(const std::string& why);  // by the transport: "token", "oversize", "version", ...
+  // By the transport: `why` is "token", "oversize", "version", ...
+  void count_refusal(const std::string& why, const std::string& peer, const std::string& words);
   void count_connection(int change) { status_.count_connection(change); }
+  void log(const char* event, nlohmann::json fields) { context_.log(event, std::move(fields)); }
 
   nlohmann::json status() const;
   void stop();            // saves, and tells all workers

@@ -13,6 +13,8 @@ namespace {
 
 using nlohmann::json;
 
+constexpr uint64_t kMaxVersion = uint64_t{1} << 62;  // no run comes near it, and steps can be added to it
+
 std::string pool_name(size_t shard) { return fmt::format("gradwire.pool.{}", shard); }
 std::string residual_name(size_t shard) { return fmt::format("gradwire.owed.{}", shard); }
 
@@ -47,8 +49,8 @@ WorkerRow row_of(const WorkerRecord& worker, const ModelCopy& copy) {
 }
 
 // The workers of the checkpoint; what was applied of them goes into the snapshots of the shards.
-void restore_workers(const ServerState& state, bool async, ServerModel& model, std::vector<ShardSnapshot>& shards,
-                     Membership& membership) {
+void restore_workers(const ServerState& state, bool async, uint32_t next_slot, ServerModel& model,
+                     std::vector<ShardSnapshot>& shards, Membership& membership) {
   for (const WorkerRow& row : state.workers) {
     WorkerRecord worker;
     worker.id = row.id;
@@ -64,6 +66,13 @@ void restore_workers(const ServerState& state, bool async, ServerModel& model, s
     worker.joined = worker.last_update = worker.away = SteadyClock::now();
     if (row.sequence.size() != shards.size() || worker.slot >= uint32_t{1} << 31)
       throw Error(ErrorKind::frame, "bad state: a worker's row does not fit", "workers");
+    // The next worker would get the number of this one, and with it what was applied of it.
+    if (worker.slot >= next_slot)
+      throw Error(ErrorKind::frame,
+                  fmt::format("bad state: next_slot is {}; a worker has {} already", next_slot, worker.slot),
+                  "next_slot");
+    if (membership.find(worker.slot))
+      throw Error(ErrorKind::frame, fmt::format("bad state: two workers have the slot {}", worker.slot), "slot");
     for (size_t p = 0; p < shards.size(); ++p) {
       if (row.sequence[p] == 0) continue;
       const Tally tally{row.computed[p], row.extra.at("squares").at(p).get<double>(), row.residual[p]};
@@ -87,6 +96,10 @@ void restore_shards(const ServerState& state, ServerModel& model, std::vector<Sh
     ShardSnapshot& shard = shards[p];
     const ShardLayout& layout = model.layouts[p];
     shard.version = parts.at(p).at("version").get<uint64_t>();
+    if (shard.version > kMaxVersion)
+      throw Error(ErrorKind::frame,
+                  fmt::format("bad state: parts[{}].version is {}; allowed are 0 to 2^62", p, shard.version),
+                  "version");
     shard.applied = parts.at(p).at("applied").get<double>();
     const json& forgotten = state.extra.at("forgotten").at(p);
     const Tally tally = {forgotten.at(0).get<double>(), forgotten.at(1).get<double>(), forgotten.at(2).get<double>()};
@@ -179,7 +192,16 @@ void add_bookkeeping(ServerState& state, const ServerModel& model, const ModelCo
 std::shared_ptr<ServerModel> restore_model(const ServerState& state, HubOptions& options, Membership& membership) {
   try {
     const Signature signature = Signature::parse(state.signature);
+    try {
+      check_limits(signature, options.limits);
+    } catch (const Error& error) {
+      throw Error(ErrorKind::usage, fmt::format("{}: signature: {} (--max-elements)", options.checkpoint, error.what()),
+                  "signature");
+    }
     options.shard_elements = state.extra.at("part_elements").get<uint64_t>();
+    if (options.shard_elements == 0)
+      throw Error(ErrorKind::frame, fmt::format("{}: bad state: part_elements is 0", options.checkpoint),
+                  "part_elements");
     if (state.extra.at("async").get<bool>() != options.async)
       throw Error(ErrorKind::usage,
                   fmt::format("{} was saved in mode {}; this server is told otherwise", options.checkpoint,
@@ -187,10 +209,14 @@ std::shared_ptr<ServerModel> restore_model(const ServerState& state, HubOptions&
                   "mode");
     auto model = std::make_shared<ServerModel>(signature, options.shard_elements);
     std::vector<ShardSnapshot> shards(model->layouts.size());
-    restore_workers(state, options.async, *model, shards, membership);
+    const auto next_slot = state.extra.at("next_slot").get<uint64_t>();
+    if (next_slot > uint64_t{1} << 31)
+      throw Error(ErrorKind::frame, fmt::format("bad state: next_slot is {}; allowed are 0 to 2^31", next_slot),
+                  "next_slot");
+    restore_workers(state, options.async, static_cast<uint32_t>(next_slot), *model, shards, membership);
     restore_shards(state, *model, shards);
     restore_buffers(state, *model);
-    membership.set_next_slot(state.extra.at("next_slot").get<uint32_t>());
+    membership.set_next_slot(static_cast<uint32_t>(next_slot));
     return model;
   } catch (const json::exception& error) {
     throw Error(ErrorKind::frame, fmt::format("{}: bad state: {}", options.checkpoint, error.what()), "state");

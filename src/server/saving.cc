@@ -14,6 +14,7 @@ Saving::~Saving() { stop(); }
 
 void Saving::load() {
   if (context_.options.checkpoint.empty()) return;
+  lock_.emplace(context_.options.checkpoint);
   std::string note;
   const std::optional<ServerState> found = load_newest(context_.options.checkpoint, &note);
   if (!note.empty()) context_.log("checkpoint", {{"note", note}});
@@ -107,6 +108,7 @@ void Saving::succeeded(ServerModel& model, const ModelCopy& copy, uint64_t bytes
   for (const std::weak_ptr<Session>& one : copy.leavers)
     if (const auto session = one.lock()) session->send({.kind = FrameKind::notice}, text_blob({{"left", true}}));
   if (!error_.empty()) context_.log("saving again", {{"path", context_.options.checkpoint}});
+  context_.log_saved({{"path", context_.options.checkpoint}, {"step", model.durable_step()}, {"bytes", bytes}});
   error_.clear();
 }
 

@@ -15,6 +15,7 @@
 #include <string>
 #include <thread>
 
+#include "server/checkpoint_lock.h"
 #include "server/hub_context.h"
 #include "server/membership.h"
 #include "server/model_state.h"
@@ -28,7 +29,7 @@ class Saving {
   Saving(HubContext& context, Membership& membership, Status& status, std::function<void()> on_saved);
   ~Saving();
 
-  void load();   // the newest checkpoint, if there is one; before start(); Error
+  void load();   // locks the checkpoint, and loads the newest one if there is any; before start(); Error
   void start();  // the writing thread
   void stop();   // ends it, without another checkpoint
 
@@ -51,6 +52,7 @@ class Saving {
   Membership& membership_;
   Status& status_;
   std::function<void()> on_saved_;
+  std::optional<CheckpointLock> lock_;
   std::condition_variable wake_;
   std::shared_ptr<ModelCopy> copying_;  // strands are still copying their shards
   std::shared_ptr<ModelCopy> writing_;  // complete

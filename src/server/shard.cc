@@ -31,19 +31,21 @@ ServerShard::ServerShard(const Signature& signature, const ShardLayout& layout)
       down_plan_(specs_of(signature, layout, ShardMessage::down)),
       whole_plan_(specs_of(signature, layout, ShardMessage::whole)),
       down_runner_(make_runner(down_plan_, {})),
-      whole_runner_(make_runner(whole_plan_, {})),
-      weights_(elements_),
-      sum_(elements_) {
+      whole_runner_(make_runner(whole_plan_, {})) {
   for (const TensorSpec& spec : up_) name_hashes_.push_back(hash_name(spec.name));
-  if (sends_updates_) {
-    residuals_.add(kResidual, elements_);
-    uint64_t first = 0;
-    for (const ParameterRange& range : layout.ranges) {
-      residual_ranges_.push_back({.name = kResidual.name, .count = range.count, .codec = {}, .first = first});
-      first += range.count;
-    }
+  uint64_t first = 0;
+  for (const ParameterRange& range : layout.ranges) {
+    residual_ranges_.push_back({.name = kResidual.name, .count = range.count, .codec = {}, .first = first});
+    first += range.count;
   }
   ready_ = layout.role == ShardRole::pool;  // it begins with zeros, which no worker uses before the first mean
+}
+
+void ServerShard::make_room() {
+  if (sum_.size() == elements_) return;
+  weights_.resize(elements_);
+  if (sends_updates_ && !residuals_.holds(kResidual, elements_)) residuals_.add(kResidual, elements_);
+  sum_.resize(elements_);  // the last one: it tells that all are there
 }
 
 std::vector<void*> ServerShard::pointers(std::vector<float>& values) const {
@@ -67,10 +69,12 @@ double ServerShard::signed_sum_of(const std::vector<float>& values) const {
 }
 
 std::span<float> ServerShard::residual() const {
-  return sends_updates_ ? residuals_.floats(kResidual) : std::span<float>();
+  const bool made = sends_updates_ && residuals_.holds(kResidual, elements_);
+  return made ? residuals_.floats(kResidual) : std::span<float>();
 }
 
 void ServerShard::set(std::span<const std::byte> whole) {
+  make_room();
   whole_runner_->decode(whole, pointers(sum_));
   if (!std::isfinite(signed_sum_of(sum_))) throw Error(ErrorKind::frame, "bad weights: they are not finite", "weights");
   weights_ = sum_;
@@ -78,7 +82,8 @@ void ServerShard::set(std::span<const std::byte> whole) {
 }
 
 void ServerShard::set(std::span<const float> values) {
-  GW_CHECK(values.size() == weights_.size());
+  GW_CHECK(values.size() == elements_);
+  make_room();
   weights_.assign(values.begin(), values.end());
   ready_ = true;
 }
@@ -143,6 +148,7 @@ UpdateStatus ServerShard::submit(uint32_t slot, const Frame& frame, Blob message
   } catch (const Error&) {
     return UpdateStatus::corrupt;
   }
+  make_room();
   if (frame.step > version_) std::erase_if(pending_, [](const auto& one) { return one.second.resent; });
   version_ = frame.step;
   pending_[slot] = {frame.sequence, frame.tally, std::move(message), pool && (frame.flags & kQuiet)};
@@ -176,6 +182,7 @@ void ServerShard::drop_unusable(std::vector<std::pair<uint32_t, UpdateStatus>>& 
 
 ServerShard::ClosedStep ServerShard::close() {
   ClosedStep result;
+  make_room();
   // Nearly always all updates are fine, so they are decoded straight into the sum; the sum tells whether they were.
   double sum = 0;
   try {
@@ -262,6 +269,7 @@ const Blob& ServerShard::encoded(Blob& kept, Runner& runner) {
 }
 
 Blob ServerShard::message_for(uint64_t held, Frame& frame) {
+  make_room();
   if (!sends_updates_) return encoded(down_, *down_runner_);
   if (change_ && held != kNone && held + 1 == version_) return change_;
   frame.flags |= kWhole;  // a change is of no use to a worker that does not hold the step before
@@ -314,14 +322,18 @@ UpdateStatus ServerShard::absorb_residual(uint32_t slot, const Frame& frame, con
 }
 
 ShardSnapshot ServerShard::snapshot() const {
-  return {version_, applied_, weights_, {residual().begin(), residual().end()}, progress_};
+  ShardSnapshot copy{version_, applied_, weights_, {residual().begin(), residual().end()}, progress_};
+  copy.weights.resize(elements_);  // of a shard that has heard of nobody yet: zeros
+  copy.residual.resize(sends_updates_ ? elements_ : 0);
+  return copy;
 }
 
 void ServerShard::restore(ShardSnapshot snapshot) {
-  if (snapshot.weights.size() != weights_.size() || snapshot.residual.size() != residual().size())
+  if (snapshot.weights.size() != elements_ || snapshot.residual.size() != (sends_updates_ ? elements_ : 0))
     throw Error(ErrorKind::frame,
-                fmt::format("bad state: a shard has {} weights; expected {}", snapshot.weights.size(), weights_.size()),
+                fmt::format("bad state: a shard has {} weights; expected {}", snapshot.weights.size(), elements_),
                 "weights");
+  make_room();
   version_ = snapshot.version;
   applied_ = snapshot.applied;
   weights_ = std::move(snapshot.weights);

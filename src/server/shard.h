@@ -96,6 +96,7 @@ class ServerShard {
     bool resent;  // of a pool: by a worker that has its answer, for others that do not
   };
 
+  void make_room();  // for the weights and their sum: not before the first ones come
   MessageReader& reader_for(std::span<const std::byte> message);
   void decode(const Blob& message, std::vector<float>& to, Write write);
   std::vector<void*> pointers(std::vector<float>& values) const;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "server/machine.h"
 #include "server/saving.h"
 
 namespace gradwire::server {
@@ -38,6 +39,13 @@ bool Status::reach_step(uint64_t step) {
   if (step == step_) return false;
   step_ = step;
   const SteadyClock::time_point now = SteadyClock::now();
+  if (last_step_) {
+    const double took = std::chrono::duration<double>(now - *last_step_).count();
+    const auto bound = std::lower_bound(kStepBounds.begin(), kStepBounds.end(), took);
+    ++step_counts_[static_cast<size_t>(bound - kStepBounds.begin())];
+    step_sum_ += took;
+  }
+  last_step_ = now;
   step_times_.emplace_back(now, step);
   while (step_times_.size() > 2 &&
          std::chrono::duration<double>(now - step_times_.front().first).count() > kSpeedSeconds)
@@ -114,7 +122,8 @@ json Status::traffic() const {
 
 json Status::refusals() const {
   json counts;
-  for (const char* why : {"late", "corrupt", "token", "signature", "version", "full", "oversize"}) {
+  for (const char* why :
+       {"late", "corrupt", "token", "signature", "version", "full", "oversize", "slow", "calls", "bench"}) {
     const auto found = refused_.find(why);
     counts[why] = found == refused_.end() ? 0 : found->second;
   }
@@ -126,8 +135,17 @@ json Status::staleness() const {
   const double count = static_cast<double>(std::max<uint64_t>(1, staleness_count_));
   return {{"mean", static_cast<double>(staleness_sum_) / count},
           {"max", staleness_max_},
+          {"sum", staleness_sum_},
+          {"updates", staleness_count_},
           {"bound",
            options.async ? json(std::max(1u, membership_.present()) * (2 * options.staleness + 1)) : json(nullptr)}};
+}
+
+json Status::step_seconds() const {
+  json bounds = json::array();
+  uint64_t count = 0;
+  for (size_t i = 0; i < kStepBounds.size(); ++i) bounds.push_back({kStepBounds[i], count += step_counts_[i]});
+  return {{"at_most", std::move(bounds)}, {"sum", step_sum_}, {"count", count + step_counts_.back()}};
 }
 
 json Status::ledger() const {
@@ -180,6 +198,7 @@ json Status::report(const Saving& saving) const {
           {"step", model ? model->step() : 0},
           {"durable_step", options.checkpoint.empty() ? json(nullptr) : json(model ? model->durable_step() : 0)},
           {"steps_per_s", steps_per_second()},
+          {"step_seconds", step_seconds()},
           {"loss", number(membership_.loss())},
           {"losses", std::move(curve)},
           {"model",
@@ -200,6 +219,8 @@ json Status::report(const Saving& saving) const {
           {"refused", refusals()},
           {"checkpoint", saving.report()},
           {"memory_bytes", model ? model->memory_bytes() : 0},
+          {"process",
+           {{"resident_bytes", resident_memory()}, {"open_files", open_files()}, {"start_time", process_start()}}},
           {"connections", connections_.load()}};
 }
 

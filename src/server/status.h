@@ -3,10 +3,12 @@
 // docs/server.md names its fields. Every function but count_connection() is called with the hub's mutex held.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <deque>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -42,6 +44,7 @@ class Status {
   nlohmann::json traffic() const;
   nlohmann::json refusals() const;
   nlohmann::json staleness() const;
+  nlohmann::json step_seconds() const;
   nlohmann::json ledger() const;
   const char* state_name(const Saving& saving) const;
   double steps_per_second() const;
@@ -56,6 +59,12 @@ class Status {
   std::vector<std::pair<uint64_t, double>> losses_;
   uint64_t loss_stride_ = 1;                                             // every how many steps a loss is kept
   std::deque<std::pair<SteadyClock::time_point, uint64_t>> step_times_;  // of the last minute
+  // How long steps took, from the one before: counts by upper bound (kStepBounds), the last one for all beyond.
+  static constexpr std::array kStepBounds = {0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25,
+                                             0.5,   1.0,    2.5,   5.0,  10.0,  30.0, 60.0};
+  std::array<uint64_t, kStepBounds.size() + 1> step_counts_{};
+  double step_sum_ = 0;
+  std::optional<SteadyClock::time_point> last_step_;
   std::atomic<int> connections_{0};
 };
 

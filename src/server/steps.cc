@@ -7,6 +7,21 @@
 #include "gradwire/error.h"
 
 namespace gradwire::server {
+namespace {
+
+// A session whose frame could not be handled, for want of memory for example, ends; the others go on.
+template <class Work>
+auto guarded(const std::shared_ptr<Session>& session, Work work) {
+  return [session, work = std::move(work)]() mutable {
+    try {
+      work();
+    } catch (const std::exception& error) {
+      session->refuse(Refusal::malformed, error.what());
+    }
+  };
+}
+
+}  // namespace
 
 // ---- What workers send
 
@@ -17,6 +32,7 @@ bool Steps::refuse_unready(const ServerModel& model, uint32_t shard, Session& se
     const std::lock_guard lock(context_.mutex);
     status_.count_refusal("corrupt");
   }
+  context_.log_refusal("corrupt", session.peer(), "bad frame: there are no weights yet");
   session.refuse(Refusal::malformed, "bad frame: there are no weights yet");
   return true;
 }
@@ -30,15 +46,15 @@ void Steps::take_update(const std::shared_ptr<Session>& session, uint32_t slot, 
     if (!model) return done();
     status_.count_up(payload->size());
   }
-  context_.post(frame.shard,
-                [this, model, session, slot, frame, payload = std::move(payload), done = std::move(done)]() mutable {
+  context_.post(frame.shard, guarded(session, [this, model, session, slot, frame, payload = std::move(payload),
+                                               done = std::move(done)]() mutable {
                   if (refuse_unready(*model, frame.shard, *session)) return done();
                   PendingAnswer answer{slot, session, frame, 0, UpdateStatus::none, SteadyClock::now()};
                   if (context_.options.async)
                     update_at_once(model, std::move(answer), payload, done);
                   else
                     update_in_step(model, std::move(answer), std::move(payload), done);
-                });
+                }));
 }
 
 // Synchronous: the update is kept until its step closes, and the answer with it. One that does not fit the step is
@@ -94,27 +110,29 @@ void Steps::update_at_once(const ModelPointer& model, PendingAnswer answer, cons
 void Steps::take_pull(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, Done done) {
   const ModelPointer model = context_.current_model();
   if (!model) return done();
-  context_.post(frame.shard, [this, model, session, slot, frame, done = std::move(done)] {
-    if (refuse_unready(*model, frame.shard, *session)) return done();
-    const uint64_t version = model->queues[frame.shard].shard->version();
-    const bool async = context_.options.async;
-    if (!async && frame.step > version && frame.step - version > kMaxAhead) {
-      {
-        const std::lock_guard lock(context_.mutex);
-        status_.count_refusal("corrupt");
-      }
-      session->refuse(Refusal::malformed, "bad frame: step is further ahead than any worker can be");
-      return done();
-    }
-    done();
-    const PendingAnswer pull{slot, session, frame, frame.step, UpdateStatus::none, SteadyClock::now()};
-    if (async) count_step(slot, frame.shard);  // a step without an update: workers that wait for it see that it goes on
-    if (async || frame.step <= version) return answer(model, pull);
-    // It will send nothing for the steps before the one it pulls, so these need not wait for it.
-    set_straggler(slot, frame.shard, true);
-    enqueue(*model, pull);
-    try_close(model, frame.shard, false);
-  });
+  context_.post(frame.shard, guarded(session, [this, model, session, slot, frame, done = std::move(done)] {
+                  if (refuse_unready(*model, frame.shard, *session)) return done();
+                  const uint64_t version = model->queues[frame.shard].shard->version();
+                  const bool async = context_.options.async;
+                  if (!async && frame.step > version && frame.step - version > kMaxAhead) {
+                    {
+                      const std::lock_guard lock(context_.mutex);
+                      status_.count_refusal("corrupt");
+                    }
+                    session->refuse(Refusal::malformed, "bad frame: step is further ahead than any worker can be");
+                    return done();
+                  }
+                  done();
+                  const PendingAnswer pull{slot, session, frame, frame.step, UpdateStatus::none, SteadyClock::now()};
+                  if (async)
+                    count_step(slot,
+                               frame.shard);  // a step without an update: workers that wait for it see that it goes on
+                  if (async || frame.step <= version) return answer(model, pull);
+                  // It will send nothing for the steps before the one it pulls, so these need not wait for it.
+                  set_straggler(slot, frame.shard, true);
+                  enqueue(*model, pull);
+                  try_close(model, frame.shard, false);
+                }));
 }
 
 void Steps::take_residual(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, Blob payload,
@@ -129,19 +147,21 @@ void Steps::take_residual(const std::shared_ptr<Session>& session, uint32_t slot
     status_.count_up(payload->size());
     if (WorkerRecord* worker = membership_.find(slot)) worker->straggler[frame.shard] = 1;  // nothing more will come
   }
-  context_.post(frame.shard, [this, model, session, slot, frame, workers, payload = std::move(payload),
-                              done = std::move(done)] {
-    if (refuse_unready(*model, frame.shard, *session)) return done();
-    ServerShard& shard = *model->queues[frame.shard].shard;
-    Frame reply{.kind = FrameKind::weights, .shard = frame.shard, .step = shard.version(), .sequence = frame.sequence};
-    reply.status = shard.role() == ShardRole::weights ? shard.absorb_residual(slot, frame, payload, workers)
-                                                      : UpdateStatus::corrupt;
-    publish(model, frame.shard);
-    reply.held = context_.options.checkpoint.empty() ? shard.version() : 0;
-    done();
-    session->send(reply, nullptr);
-    try_close(model, frame.shard, false);
-  });
+  context_.post(
+      frame.shard, guarded(session, [this, model, session, slot, frame, workers, payload = std::move(payload),
+                                     done = std::move(done)] {
+        if (refuse_unready(*model, frame.shard, *session)) return done();
+        ServerShard& shard = *model->queues[frame.shard].shard;
+        Frame reply{
+            .kind = FrameKind::weights, .shard = frame.shard, .step = shard.version(), .sequence = frame.sequence};
+        reply.status = shard.role() == ShardRole::weights ? shard.absorb_residual(slot, frame, payload, workers)
+                                                          : UpdateStatus::corrupt;
+        publish(model, frame.shard);
+        reply.held = context_.options.checkpoint.empty() ? shard.version() : 0;
+        done();
+        session->send(reply, nullptr);
+        try_close(model, frame.shard, false);
+      }));
 }
 
 // A worker has one open question for each shard: one that asks again has given up the question before.

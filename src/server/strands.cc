@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/strands.h"
 
+#include <exception>
+#include <utility>
+
 namespace gradwire::server {
 
-Strands::Strands(int threads, size_t strands) : strands_(strands) {
+Strands::Strands(int threads, size_t strands, std::function<void(const char*)> failed)
+    : failed_(std::move(failed)), strands_(strands) {
   for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { run(); });
 }
 
@@ -40,7 +44,11 @@ void Strands::run() {
     std::function<void()> work = std::move(strands_[index].waiting.front());
     strands_[index].waiting.pop_front();
     lock.unlock();
-    work();
+    try {
+      work();
+    } catch (const std::exception& error) {
+      failed_(error.what());
+    }
     work = nullptr;  // not under the lock: it may own the last reference to an object that posts when it is destroyed
     lock.lock();
     if (strands_[index].waiting.empty()) {

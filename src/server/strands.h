@@ -15,7 +15,8 @@ namespace gradwire::server {
 
 class Strands {
  public:
-  Strands(int threads, size_t strands);
+  // `failed` is told of work that ends with an exception, which ends nothing else.
+  Strands(int threads, size_t strands, std::function<void(const char* why)> failed);
   ~Strands() { stop(); }
   void stop();  // waits for work that runs; drops work that waits, and work that is posted from now on
   void post(size_t strand, std::function<void()> work);
@@ -27,6 +28,7 @@ class Strands {
     std::deque<std::function<void()>> waiting;
     bool busy = false;  // runs, or stands in ready_
   };
+  const std::function<void(const char*)> failed_;
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<Strand> strands_;

@@ -3,6 +3,9 @@
 # there is one. gRPC is not made for ThreadSanitizer: the same hub and client are tested without it in server_test.
 if(TARGET gradwire_rpc)
   gradwire_test(server/server_rpc_test LINK gradwire_rpc TIMEOUT 900)
+  if(DEFINED pytest)
+    gradwire_script(server_hostile_test server/test_server_hostile.py ${pytest}/server_hostile)
+  endif()
   if(DEFINED pytest AND GRADWIRE_HAS_TORCH)
     gradwire_script(server_program_test server/test_server.py ${pytest}/server)
   endif()

@@ -19,14 +19,13 @@ void expect_work(RpcServer& net, const Security& security = {}, uint64_t seed = 
   EXPECT_EQ(toy->client.counts().reconnects, 0u);
 }
 
-// What a worker is told that is not let in. Where no answer says so, the worker tries until its patience ends.
-constexpr double kShort = 1.5;
+// What a worker is told that is not let in. It is told at once: its patience is longer than a test.
 std::pair<ErrorKind, std::string> refusal(const RpcServer& net, const Security& security,
-                                          const Signature& signature = tiny_signature(), const std::string& words = "",
-                                          double patience_s = kPatience) {
+                                          const Signature& signature = tiny_signature(),
+                                          const std::string& words = "") {
   ToyTensors weights(signature);
   Client client(
-      {.signature = signature, .dial = net.dialer(security), .name = "refused", .id = {}, .patience_s = patience_s});
+      {.signature = signature, .dial = net.dialer(security), .name = "refused", .id = {}, .patience_s = 3600});
   try {
     client.join(weights.pointers);
   } catch (const Error& error) {
@@ -73,11 +72,12 @@ TEST(ServerRpc, AWorkerWithoutACertificateOrWithAnothersIsNotLetIn) {
   ListenOptions options;
   options.security = Certificates::get().server(true);
   RpcServer net(small_hub(), options);
-  EXPECT_EQ(refusal(net, Certificates::get().worker(false), tiny_signature(), "", kShort),
-            RefusalReason(ErrorKind::engine, "server"));
+  EXPECT_EQ(refusal(net, Certificates::get().worker(false), tiny_signature(), "wants a certificate of this worker"),
+            RefusalReason(ErrorKind::mismatch, "tls-cert"));
   Security untrusted = Certificates::get().worker(true, "other");
   untrusted.authority = Certificates::get().file("good-ca.pem");
-  EXPECT_EQ(refusal(net, untrusted, tiny_signature(), "", kShort), RefusalReason(ErrorKind::engine, "server"));
+  EXPECT_EQ(refusal(net, untrusted, tiny_signature(), "does not accept the certificate of this worker"),
+            RefusalReason(ErrorKind::mismatch, "tls-cert"));
   EXPECT_EQ(net.hub.status()["workers"]["list"].size(), 0u);
   expect_work(net, Certificates::get().worker(true));
 }
@@ -86,7 +86,7 @@ TEST(ServerRpc, PlainTextToATlsServerAndTlsToAPlainServerEndWithWords) {
   ListenOptions options;
   options.security = Certificates::get().server(false);
   RpcServer tls(small_hub(), options), plain;
-  EXPECT_EQ(refusal(tls, {}, tiny_signature(), "", kShort), RefusalReason(ErrorKind::engine, "server"));
+  EXPECT_EQ(refusal(tls, {}, tiny_signature(), "speaks TLS"), RefusalReason(ErrorKind::mismatch, "tls-ca"));
   EXPECT_EQ(refusal(plain, Certificates::get().worker(false), tiny_signature(), "TLS"),
             RefusalReason(ErrorKind::mismatch, "tls-ca"));
   expect_work(tls, Certificates::get().worker(false));
@@ -268,8 +268,17 @@ TEST(ServerRpc, OversizeMessagesAreRefusedAndNotKept) {
   RpcServer net;
   expect_work(net);
   [[maybe_unused]] const double before = resident_mb();
+  {  // of somebody who has not even said hello: the connection is cut off before all of it is here
+    RawRpcClient stranger(net.address());
+    stranger.write(std::vector<std::byte>(kFrameHead + kMaxFrame));
+    EXPECT_EQ(stranger.finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+    EXPECT_TRUE(eventually([&] { return net.listener.cut_off() == 1; }));
+  }
   for (const size_t size : {kFrameHead + kMaxFrame + 1, kFrameHead + kMaxFrame + 4096}) {
     RawRpcClient raw(net.address());
+    Frame frame;
+    Blob payload;
+    ASSERT_TRUE(raw.hello(tiny_signature()) && raw.read(frame, payload));
     raw.write(std::vector<std::byte>(size));
     const grpc::Status status = raw.finish();
     EXPECT_TRUE(status.error_code() == grpc::StatusCode::INVALID_ARGUMENT ||
@@ -393,6 +402,53 @@ TEST(ServerRpc, WhoAsksAndNeverReadsIsCutOffAndCostsLittle) {
   EXPECT_LT(most, 200) << "MB";
   EXPECT_FALSE(raw.finish().ok());
   toy->work();
+  EXPECT_EQ(toy->client.counts().reconnects, 0u);
+}
+
+// A peer that is connected and begins calls, as many as it likes.
+TEST(ServerRpc, AConnectionThatBeginsManyCallsIsCutOff) {
+  RpcServer net;
+  const auto toy = make_toy(net);
+  toy->join();
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  grpc::GenericStub stub(grpc::CreateCustomChannel(net.address(), grpc::InsecureChannelCredentials(), arguments));
+  grpc::CompletionQueue queue;
+  const auto answered = [&] {
+    grpc::ClientContext context;
+    const auto call = stub.PrepareUnaryCall(&context, kStatusMethod, grpc::ByteBuffer(), &queue);
+    call->StartCall();
+    grpc::ByteBuffer answer;
+    grpc::Status status;
+    call->Finish(&answer, &status, nullptr);
+    void* tag;
+    bool ok;
+    return queue.Next(&tag, &ok) && ok && status.ok();
+  };
+  int calls = 0;
+  while (answered() && calls < 10000) ++calls;
+  EXPECT_GE(calls, 60) << "few calls are nothing";
+  EXPECT_LT(calls, 10000);
+  EXPECT_TRUE(eventually([&] { return net.listener.cut_off() >= 1; }));
+  EXPECT_EQ(toy->work(), 1u);
+  EXPECT_EQ(toy->client.counts().reconnects, 0u);
+}
+
+TEST(ServerRpc, SocketsAreCountedAndTheirNumberIsBounded) {
+  ListenOptions options;
+  options.max_connections = 8;  // and 2 x 8 + 16 sockets
+  RpcServer net(small_hub(), options);
+  const auto toy = make_toy(net);
+  toy->join();
+  std::vector<Socket> crowd;
+  for (int i = 0; i < 100; ++i) crowd.emplace_back(net.listener.port());
+  EXPECT_TRUE(eventually([&] { return net.listener.cut_off() > 60; })) << net.listener.cut_off();
+  EXPECT_LE(net.listener.sockets(), 32u);
+  EXPECT_EQ(toy->work(), 1u);
+  EXPECT_EQ(fetch_status({net.address(), {}}, kPatience)["step"], 1) << "the newest comes in";
+  EXPECT_EQ(net.listener.trouble(), "");
+  crowd.clear();
+  EXPECT_TRUE(eventually([&] { return net.listener.sockets() <= 1; }));
   EXPECT_EQ(toy->client.counts().reconnects, 0u);
 }
 

@@ -32,6 +32,7 @@ using nlohmann::json;
 constexpr int kPatience = 120;
 // For tests in which the server must not be able to get rid of a slow client by waiting for its limits.
 constexpr HttpTimeouts kNoTimeouts{std::chrono::hours(1), std::chrono::hours(1), std::chrono::hours(1)};
+const WatchOptions kPatient{.timeouts = kNoTimeouts};
 
 json worker(const std::string& id, const std::string& name, const std::string& state = "present") {
   return {{"id", id},         {"name", name},       {"peer", "10.0.0.7:41234"}, {"state", state}, {"step", 1233},
@@ -52,7 +53,9 @@ json example() {
     "refused": {"late": 2, "corrupt": 0, "token": 1, "signature": 0, "version": 0, "full": 0, "oversize": 0},
     "checkpoint": {"path": "ps.gwc", "every": 100, "saved": 12, "failed": 0, "last_error": null, "last_s": 12.5,
                    "bytes": 2200000},
-    "memory_bytes": 120000000, "connections": 3})");
+    "memory_bytes": 120000000, "connections": 3, "build": {"version": "1.2.3", "commit": "0123abc"},
+    "step_seconds": {"at_most": [[0.1, 3], [1, 4]], "sum": 1.5, "count": 5},
+    "process": {"resident_bytes": 26400000, "open_files": 21, "start_time": 1700000000.5}})");
 }
 
 json with_worker(const json& one) {
@@ -118,7 +121,7 @@ class HttpClient {
 std::string request(int port, const std::string& path, const std::string& method = "GET",
                     const std::string& body = "") {
   HttpClient client(port);
-  std::string text = method + " " + path + " HTTP/1.1\r\nHost: x\r\nConnection: close\r\n";
+  std::string text = method + " " + path + " HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n";
   if (!body.empty()) text += "Content-Length: " + std::to_string(body.size()) + "\r\n";
   client.send(text + "\r\n" + body);
   return client.read_all();
@@ -194,7 +197,7 @@ TEST(Watch, AStatusThatFailsIsSaidAndRecovers) {
   const std::string answer = request(watch.port(), "/metrics");
   EXPECT_EQ(code(answer), 503);
   EXPECT_EQ(body(answer), "no status: the disk is on fire\n");
-  EXPECT_EQ(code(request(watch.port(), "/healthz")), 200);
+  EXPECT_EQ(request(watch.port(), "/healthz").substr(9, 3), "503") << "a server without a status is not well";
   fails = false;
   const auto start = SteadyClock::now();
   int last = 0;
@@ -206,7 +209,7 @@ TEST(Watch, AConnectionServesManyRequestsAlsoWhenTheyComeTogether) {
   const Watch watch("127.0.0.1", 0, example);
   HttpClient client(watch.port());
   for (int i = 0; i < 50; ++i) {
-    ASSERT_TRUE(client.send("GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"));
+    ASSERT_TRUE(client.send("GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"));
     ASSERT_EQ(body(client.read_one()), "ok\n") << i;
   }
   ASSERT_TRUE(client.send("GET /healthz HTTP/1.1\r\n\r\nGET /nothing HTTP/1.1\r\n\r\nGET /healthz HTTP/1.0\r\n\r\n"));
@@ -294,7 +297,7 @@ TEST(Watch, SlowAndSilentClientsDoNotKeepOthersWaiting) {
         status["name"] = std::string(8 << 20, 'x');  // more than the buffers of a connection hold
         return status;
       },
-      kNoTimeouts);
+      kPatient);
   std::vector<std::unique_ptr<HttpClient>> slow;
   for (int i = 0; i < 60; ++i) {
     slow.push_back(std::make_unique<HttpClient>(watch.port(), i % 3 == 0 ? 4096 : 0));
@@ -308,7 +311,7 @@ TEST(Watch, SlowAndSilentClientsDoNotKeepOthersWaiting) {
 TEST(Watch, ARequestThatTricklesInIsCutOff) {
   HttpTimeouts timeouts = kNoTimeouts;
   timeouts.arrival = std::chrono::milliseconds(500);
-  const Watch watch("127.0.0.1", 0, example, timeouts);
+  const Watch watch("127.0.0.1", 0, example, {.timeouts = timeouts});
   HttpClient client(watch.port());
   const auto start = SteadyClock::now();
   bool open = client.send("GET / HTTP/1.1\r\nX: ");
@@ -320,8 +323,8 @@ TEST(Watch, ARequestThatTricklesInIsCutOff) {
   EXPECT_GE(seconds_since(start), 0.49);
 }
 
-TEST(Watch, TheConnectionBeyondTheLimitIsRefusedUnlessOneIsIdle) {
-  const Watch watch("127.0.0.1", 0, example, kNoTimeouts);
+TEST(Watch, TheConnectionBeyondTheLimitTakesThePlaceOfTheSlowest) {
+  const Watch watch("127.0.0.1", 0, example, kPatient);
   std::vector<std::unique_ptr<HttpClient>> busy;
   for (size_t i = 0; i < HttpServer::kMaxConnections; ++i) {
     busy.push_back(std::make_unique<HttpClient>(watch.port()));
@@ -333,12 +336,67 @@ TEST(Watch, TheConnectionBeyondTheLimitIsRefusedUnlessOneIsIdle) {
   busy.erase(busy.begin());
   while (busy.size() < HttpServer::kMaxConnections) busy.push_back(std::make_unique<HttpClient>(watch.port()));
   for (auto& client : busy) ASSERT_TRUE(client->send("GET /healthz"));
-  HttpClient last(watch.port());
-  EXPECT_EQ(code(last.read_all()), 503);
-  for (auto& client : busy) {
-    ASSERT_TRUE(client->send(" HTTP/1.1\r\n\r\n"));
-    EXPECT_EQ(code(client->read_one()), 200);
+  // None of them is idle any more once the server has read what they sent; the newest comes in nevertheless.
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(code(request(watch.port(), "/healthz")), 200) << i;
+  int answered = 0;
+  for (auto& client : busy) answered += client->send(" HTTP/1.1\r\n\r\n") && code(client->read_one()) == 200;
+  EXPECT_GE(answered, static_cast<int>(HttpServer::kMaxConnections) - 4) << "only the slowest had to go";
+}
+
+TEST(Watch, EightySlowSocketsDoNotKeepAProbeWaiting) {
+  const Watch watch("127.0.0.1", 0, example, kPatient);
+  std::vector<std::unique_ptr<HttpClient>> slow;
+  for (int i = 0; i < 80; ++i) {
+    slow.push_back(std::make_unique<HttpClient>(watch.port()));
+    slow.back()->send("GET /healthz HTTP/1.1\r\nX: ");
   }
+  for (int i = 0; i < 20; ++i) {
+    ASSERT_EQ(code(request(watch.port(), "/healthz")), 200) << i;
+    slow[static_cast<size_t>(i)] = std::make_unique<HttpClient>(watch.port());  // who was dropped comes again
+    slow[static_cast<size_t>(i)]->send("GET /healthz HTTP/1.1\r\nX: ");
+  }
+}
+
+TEST(Watch, OnlyNamesOfThisServerAreAnswered) {
+  const Watch watch("127.0.0.1", 0, example, {.hosts = {"watch.example.org"}});
+  const auto asked = [&](const std::string& host) {
+    HttpClient client(watch.port());
+    client.send("GET /status.json HTTP/1.1\r\nHost: " + host + "\r\nConnection: close\r\n\r\n");
+    return code(client.read_all());
+  };
+  for (const char* host : {"localhost", "localhost:7071", "LOCALHOST", "127.0.0.1", "127.0.0.1:1", "watch.example.org",
+                           "Watch.Example.Org:443"})
+    EXPECT_EQ(asked(host), 200) << host;
+  for (const char* host : {"evil.example", "evil.example:7071", "127.0.0.1.evil.example", "192.0.2.1", "[::1]", "x"})
+    EXPECT_EQ(asked(host), 421) << host;
+}
+
+TEST(Watch, HealthSaysWhatIsWrong) {
+  std::atomic<bool> starved = false, full = false;
+  const Watch watch("127.0.0.1", 0,
+                    [&] {
+                      json status = example();
+                      if (full) status["checkpoint"]["last_error"] = "No space left on device";
+                      return status;
+                    },
+                    {.trouble = [&] { return std::string(starved ? "no descriptors are left" : ""); }});
+  const auto becomes = [&](int wanted, const std::string& words) {
+    const auto start = SteadyClock::now();
+    std::string last;
+    while (seconds_since(start) < kPatience) {
+      last = request(watch.port(), "/healthz");
+      if (code(last) == wanted && last.find(words) != std::string::npos) return true;
+    }
+    return false;
+  };
+  EXPECT_TRUE(becomes(200, "ok"));
+  starved = true;
+  EXPECT_TRUE(becomes(503, "workers cannot connect: no descriptors are left"));
+  starved = false;
+  full = true;
+  EXPECT_TRUE(becomes(503, "the checkpoint cannot be saved: No space left on device"));
+  full = false;
+  EXPECT_TRUE(becomes(200, "ok"));
 }
 
 TEST(Watch, RequestsThatAreTooLongOrNoHttpAreRefused) {
@@ -368,7 +426,7 @@ TEST(Watch, RequestsThatAreTooLongOrNoHttpAreRefused) {
 }
 
 TEST(Watch, StoppingDoesNotWaitForClients) {
-  auto watch = std::make_unique<Watch>("127.0.0.1", 0, example, kNoTimeouts);
+  auto watch = std::make_unique<Watch>("127.0.0.1", 0, example, kPatient);
   std::vector<std::unique_ptr<HttpClient>> clients;
   for (int i = 0; i < 10; ++i) {
     clients.push_back(std::make_unique<HttpClient>(watch->port()));
@@ -393,10 +451,11 @@ TEST(Watch, StoppingDoesNotWaitForClients) {
 
 // The grammar of the format, line by line: every sample belongs to the family announced last, no series comes twice.
 void check_format(const std::string& text) {
-  static const std::regex kHelp("# HELP (gradwire_[a-z0-9_]+) [^\n]+"),
-      kType("# TYPE (gradwire_[a-z0-9_]+) (gauge|counter)"),
+  static const std::regex kHelp("# HELP ((?:gradwire|process)_[a-z0-9_]+) [^\n]+"),
+      kType("# TYPE ((?:gradwire|process)_[a-z0-9_]+) (gauge|counter|histogram)"),
       kSample(
-          "(gradwire_[a-z0-9_]+)(\\{[a-z_]+=\"([^\"\\\\]|\\\\[\\\\\"n])*\"(,[a-z_]+=\"([^\"\\\\]|\\\\[\\\\\"n])*\")*\\}"
+          "((?:gradwire|process)_[a-z0-9_]+?)(?:_bucket|_sum|_count)?(\\{[a-z_]+=\"([^\"\\\\]|\\\\[\\\\\"n])*\"(,[a-z_]"
+          "+=\"([^\"\\\\]|\\\\[\\\\\"n])*\")*\\}"
           ")? "
           "-?[0-9.]+(e[+-]?[0-9]+)?");
   ASSERT_TRUE(text.ends_with("\n"));
@@ -414,7 +473,7 @@ void check_format(const std::string& text) {
       EXPECT_EQ(family.ends_with("_total"), found[2] == "counter") << line;
     } else {
       ASSERT_TRUE(std::regex_match(line, found, kSample)) << line;
-      EXPECT_EQ(found[1], family);
+      EXPECT_TRUE(found[1] == family || line.starts_with(family)) << line;
       EXPECT_TRUE(series.insert(line.substr(0, line.rfind(' '))).second) << line;
     }
   }
@@ -425,7 +484,15 @@ TEST(Metrics, SayWhatTheStatusSays) {
   const std::string text = metrics_text(with_worker(worker("0a1b2c3d", "node-7")));
   check_format(text);
   for (const char* line : {
-           "# HELP gradwire_step Steps the weights have made.\n# TYPE gradwire_step gauge\ngradwire_step 1234\n",
+           "# TYPE gradwire_steps_total counter\ngradwire_steps_total 1234\n",
+           "gradwire_build_info{version=\"1.2.3\",commit=\"0123abc\"} 1\n",
+           "# TYPE gradwire_step_seconds histogram\ngradwire_step_seconds_bucket{le=\"0.1\"} 3\n",
+           "gradwire_step_seconds_bucket{le=\"+Inf\"} 5\ngradwire_step_seconds_sum 1.5\ngradwire_step_seconds_count "
+           "5\n",
+           "# TYPE process_resident_memory_bytes gauge\nprocess_resident_memory_bytes 26400000\n",
+           "process_open_fds 21\n",
+           "process_start_time_seconds 1700000000.5\n",
+           "gradwire_model_bytes 120000000\n",
            "gradwire_info{mode=\"sync\",up=\"loggrid:k=2\",down=\"unigrid:bits=8\",send=\"weights\"} 1\n",
            "gradwire_state{state=\"training\"} 1\n",
            "gradwire_state{state=\"stopping\"} 0\n",
@@ -438,6 +505,8 @@ TEST(Metrics, SayWhatTheStatusSays) {
        })
     EXPECT_NE(text.find(line), std::string::npos) << line << text;
   EXPECT_EQ(text.find("staleness_bound"), std::string::npos) << "null has no sample and no family";
+  for (const char* old : {"gradwire_memory_bytes", "gradwire_step ", "gradwire_steps_per_second", "staleness_mean"})
+    EXPECT_EQ(text.find(old), std::string::npos) << old;
 }
 
 TEST(Metrics, HostileNamesStayWithinTheirLabel) {
@@ -456,6 +525,7 @@ TEST(Metrics, HostileNamesStayWithinTheirLabel) {
   EXPECT_EQ(text.find("\ngradwire_step 9"), std::string::npos);
   EXPECT_EQ(text.find("00000005"), std::string::npos) << "gone";
   EXPECT_NO_THROW(json(text).dump()) << "UTF-8";
+  for (const char c : text) EXPECT_TRUE(c == '\n' || static_cast<unsigned char>(c) >= ' ') << int{c};
 }
 
 TEST(Metrics, NeedNothing) {
@@ -465,7 +535,8 @@ TEST(Metrics, NeedNothing) {
   status["loss"] = nullptr;
   status["steps_per_s"] = std::nan("");
   EXPECT_EQ(metrics_text(status).find("gradwire_loss"), std::string::npos);
-  EXPECT_EQ(metrics_text(status).find("gradwire_steps_per_second"), std::string::npos);
+  status["process"] = json::object();
+  EXPECT_EQ(metrics_text(status).find("process_"), std::string::npos);
 }
 
 TEST(Watch, HostileNamesLeaveTheJsonWhole) {

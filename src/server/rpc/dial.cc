@@ -8,6 +8,7 @@
 #include <grpcpp/security/credentials.h>
 #include <grpcpp/support/channel_arguments.h>
 
+#include <atomic>
 #include <cctype>
 #include <condition_variable>
 #include <deque>
@@ -16,6 +17,7 @@
 
 #include "gradwire/error.h"
 #include "server/rpc/frame_buffer.h"
+#include "server/rpc/probe.h"
 
 namespace gradwire::server {
 namespace {
@@ -24,6 +26,7 @@ namespace {
 struct Contact {
   std::string address, token;
   std::shared_ptr<grpc::ChannelCredentials> credentials;
+  TlsTexts tls;
 };
 
 // The error that ends all attempts, if another attempt is of no use.
@@ -175,15 +178,35 @@ struct EndCall {
 };
 using CallPointer = std::unique_ptr<RpcCall, EndCall>;
 
+// Until a server has said something, a connection that is lost may be one that can never be had.
 class CallLink final : public Link {
  public:
-  explicit CallLink(const Contact& contact) : call_(new RpcCall(contact, kWorkMethod)) {}
-  void send(const Frame& frame, const Blob& payload) override { call_->send(frame, payload); }
+  CallLink(std::shared_ptr<const Contact> contact, std::shared_ptr<std::atomic<bool>> heard)
+      : contact_(std::move(contact)), heard_(std::move(heard)), call_(new RpcCall(*contact_, kWorkMethod)) {}
+  void send(const Frame& frame, const Blob& payload) override {
+    explained([&] { call_->send(frame, payload); });
+  }
   bool receive(Frame& frame, Blob& payload, std::chrono::milliseconds patience) override {
-    return call_->receive(frame, payload, patience);
+    bool came = false;
+    explained([&] { came = call_->receive(frame, payload, patience); });
+    if (came) *heard_ = true;
+    return came;
   }
 
  private:
+  template <class Work>
+  void explained(const Work& work) {
+    try {
+      work();
+    } catch (const LinkLost&) {
+      if (*heard_) throw;
+      if (const std::optional<Error> why = explain_failure(contact_->address, contact_->tls)) throw *why;
+      throw;
+    }
+  }
+
+  std::shared_ptr<const Contact> contact_;
+  std::shared_ptr<std::atomic<bool>> heard_;
   CallPointer call_;
 };
 
@@ -191,7 +214,7 @@ Contact contact_of(const DialOptions& options) {
   keep_grpc_quiet();
   const HostPort address = parse_address(options.address, "server");
   check_security(options.security, address);
-  Contact contact{options.address, read_token(options.security.token_file), grpc::InsecureChannelCredentials()};
+  Contact contact{options.address, read_token(options.security.token_file), grpc::InsecureChannelCredentials(), {}};
   if (options.security.tls()) {
     grpc::SslCredentialsOptions ssl;
     if (!options.security.authority.empty()) ssl.pem_root_certs = read_pem(options.security.authority, "tls-ca");
@@ -200,6 +223,7 @@ Contact contact_of(const DialOptions& options) {
       ssl.pem_private_key = read_pem(options.security.key, "tls-key");
     }
     contact.credentials = grpc::SslCredentials(ssl);
+    contact.tls = {true, ssl.pem_root_certs, ssl.pem_cert_chain, ssl.pem_private_key};
   }
   return contact;
 }
@@ -207,17 +231,20 @@ Contact contact_of(const DialOptions& options) {
 }  // namespace
 
 Dialer make_dialer(const DialOptions& options) {
-  return [contact = contact_of(options)] { return std::make_unique<CallLink>(contact); };
+  return [contact = std::make_shared<const Contact>(contact_of(options)),
+          heard = std::make_shared<std::atomic<bool>>(false)] { return std::make_unique<CallLink>(contact, heard); };
 }
 
 nlohmann::json fetch_status(const DialOptions& options, double patience_s) {
-  const CallPointer call(new RpcCall(contact_of(options), kStatusMethod));
+  const Contact contact = contact_of(options);
+  const CallPointer call(new RpcCall(contact, kStatusMethod));
   Frame frame;
   Blob payload;
   try {
     if (call->receive(frame, payload, std::chrono::milliseconds(static_cast<int64_t>(1000 * patience_s))))
       return read_text(*payload);
   } catch (const LinkLost& failure) {
+    if (const std::optional<Error> why = explain_failure(contact.address, contact.tls)) throw *why;
     throw Error(ErrorKind::engine, fmt::format("{} does not answer: {}", options.address, failure.what()), "server");
   }
   throw Error(ErrorKind::engine, fmt::format("{} does not answer within {:.0f} s", options.address, patience_s),

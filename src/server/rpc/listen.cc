@@ -15,10 +15,16 @@
 #include <thread>
 
 #include "gradwire/error.h"
+#include "server/machine.h"
+#include "server/rpc/acceptor.h"
 #include "server/rpc/frame_buffer.h"
+#include "server/rpc/probe.h"
 
 namespace gradwire::server {
 namespace {
+
+constexpr size_t kFewestSockets = 16;
+constexpr size_t kLeastQuota = size_t{256} << 20;  // bytes
 
 grpc::StatusCode code_of(Refusal why) {
   switch (why) {
@@ -43,10 +49,14 @@ grpc::StatusCode code_of(Refusal why) {
 // One worker's stream as the hub sees it. It may outlive the reactor, which is deleted when gRPC is done with it.
 class WorkerStream final : public Session, public std::enable_shared_from_this<WorkerStream> {
  public:
-  WorkerStream(ServerHub& hub, grpc::ServerGenericBidiReactor* reactor, grpc::GenericCallbackServerContext* context)
-      : hub_(hub), reactor_(reactor), context_(context), peer_(context->peer()), opened_(SteadyClock::now()) {
-    if (peer_.starts_with("ipv4:") || peer_.starts_with("ipv6:")) peer_ = peer_.substr(5);
-  }
+  WorkerStream(ServerHub& hub, Acceptor& acceptor, grpc::ServerGenericBidiReactor* reactor,
+               grpc::GenericCallbackServerContext* context)
+      : hub_(hub),
+        acceptor_(acceptor),
+        reactor_(reactor),
+        context_(context),
+        peer_(Acceptor::readable(context->peer())),
+        opened_(SteadyClock::now()) {}
 
   void send(const Frame& frame, const Blob& payload) override {
     const std::lock_guard lock(mutex_);
@@ -97,12 +107,22 @@ class WorkerStream final : public Session, public std::enable_shared_from_this<W
     } catch (const Error& error) {
       hub_.count_refusal(error.field() == "protocol"   ? "version"
                          : error.field() == "oversize" ? "oversize"
-                                                       : "corrupt");
+                                                       : "corrupt",
+                         peer_, error.what());
       refuse(error.field() == "protocol" ? Refusal::protocol : Refusal::malformed, error.what());
       return;
     }
-    if (frame.kind == FrameKind::hello) greeted_ = true;
+    if (!greeted_ && payload->size() > kMaxText) {
+      const std::string words =
+          fmt::format("bad frame: it has {} bytes; a hello has at most {}", payload->size(), kMaxText);
+      hub_.count_refusal("oversize", peer_, words);
+      return refuse(Refusal::malformed, words);
+    }
+    const bool first = frame.kind == FrameKind::hello && !greeted_.exchange(true);
+    // The next frame is read before this call returns, so the connection is vouched for first.
+    if (first) vouch();
     hub_.received(shared_from_this(), frame, std::move(payload), [self = shared_from_this()] { self->read_next(); });
+    if (first && refused()) withdraw();
   }
   void write_done(bool ok) {
     const std::lock_guard lock(mutex_);
@@ -128,6 +148,7 @@ class WorkerStream final : public Session, public std::enable_shared_from_this<W
       reactor_ = nullptr;
       queue_.clear();
     }
+    withdraw();
     hub_.vanished(this);
   }
   // Called now and then by the thread that watches all streams.
@@ -141,6 +162,17 @@ class WorkerStream final : public Session, public std::enable_shared_from_this<W
  private:
   static constexpr size_t kMostWaiting = 4096, kMostBytes = size_t{32} << 20;  // answers, before more is read
 
+  // The connection has a worker, and is not among those that are cut off to make room.
+  void vouch() {
+    if (!vouched_.exchange(true)) acceptor_.admit(peer_, 1);
+  }
+  void withdraw() {
+    if (vouched_.exchange(false)) acceptor_.admit(peer_, -1);
+  }
+  bool refused() {
+    const std::lock_guard lock(mutex_);
+    return refusal_.has_value();
+  }
   void write_next() {
     writing_ = true;
     write_began_ = SteadyClock::now();
@@ -153,12 +185,13 @@ class WorkerStream final : public Session, public std::enable_shared_from_this<W
   }
 
   ServerHub& hub_;
+  Acceptor& acceptor_;
   std::mutex mutex_;
   grpc::ServerGenericBidiReactor* reactor_;
   grpc::GenericCallbackServerContext* context_;
   std::string peer_;
   SteadyClock::time_point opened_, write_began_;
-  std::atomic<bool> greeted_{false};
+  std::atomic<bool> greeted_{false}, vouched_{false};
   std::deque<grpc::ByteBuffer> queue_;
   size_t waiting_ = 0;  // bytes in it
   bool writing_ = false, finished_ = false, paused_ = false;
@@ -169,8 +202,9 @@ class WorkerStream final : public Session, public std::enable_shared_from_this<W
 
 class WorkReactor final : public grpc::ServerGenericBidiReactor {
  public:
-  WorkReactor(ServerHub& hub, grpc::GenericCallbackServerContext* context, std::function<void(WorkReactor*)> over)
-      : hub_(hub), over_(std::move(over)), stream_(std::make_shared<WorkerStream>(hub, this, context)) {
+  WorkReactor(ServerHub& hub, Acceptor& acceptor, grpc::GenericCallbackServerContext* context,
+              std::function<void(WorkReactor*)> over)
+      : hub_(hub), over_(std::move(over)), stream_(std::make_shared<WorkerStream>(hub, acceptor, this, context)) {
     hub_.count_connection(1);
     stream_->read_next();
   }
@@ -210,6 +244,18 @@ bool same_secret(const std::string& a, std::string_view b) {
   return difference == 0;
 }
 
+// Twice the connections of workers, so that those beyond the limit can be told so, as far as there are descriptors.
+size_t most_sockets(const ListenOptions& options) {
+  const uint64_t used = open_files() + options.spare_files, limit = file_limit();
+  if (limit < used + kFewestSockets)
+    throw Error(ErrorKind::usage,
+                fmt::format("nofile is {}: {} descriptors are in use or kept for files, and at least {} are wanted for "
+                            "connections; raise the limit of open files",
+                            limit, used, kFewestSockets),
+                "nofile");
+  return std::min<uint64_t>(2 * static_cast<uint64_t>(options.max_connections) + kFewestSockets, limit - used);
+}
+
 std::shared_ptr<grpc::ServerCredentials> credentials_of(const Security& security) {
   if (!security.tls()) return grpc::InsecureServerCredentials();
   grpc::SslServerCredentialsOptions options(security.authority.empty()
@@ -218,6 +264,11 @@ std::shared_ptr<grpc::ServerCredentials> credentials_of(const Security& security
   if (security.certificate.empty())
     throw Error(ErrorKind::usage, "a server with tls-ca needs tls-cert and tls-key too", "tls-cert");
   options.pem_key_cert_pairs.push_back({read_pem(security.key, "tls-key"), read_pem(security.certificate, "tls-cert")});
+  if (!keys_fit(options.pem_key_cert_pairs[0].cert_chain, options.pem_key_cert_pairs[0].private_key))
+    throw Error(ErrorKind::io,
+                fmt::format("listen: the key {} (tls-key) is not that of the certificate {} (tls-cert)", security.key,
+                            security.certificate),
+                "listen");
   if (!security.authority.empty()) options.pem_root_certs = read_pem(security.authority, "tls-ca");
   return grpc::SslServerCredentials(options);
 }
@@ -225,17 +276,27 @@ std::shared_ptr<grpc::ServerCredentials> credentials_of(const Security& security
 }  // namespace
 
 struct RpcListener::State final : public grpc::CallbackGenericService {
-  State(ServerHub& given, const ListenOptions& told)
-      : hub(given), options(told), token(read_token(told.security.token_file)) {}
+  State(ServerHub& given, const ListenOptions& told, size_t sockets)
+      : hub(given),
+        options(told),
+        token(read_token(told.security.token_file)),
+        acceptor(parse_address(told.address, "listen"), sockets, [this](const char* event, const std::string& words) {
+          hub.log(event, {{"note", words}});
+        }) {
+    // Those beyond the limit are told so, for which they need a socket.
+    options.max_connections = std::min(options.max_connections, static_cast<int>(sockets - sockets / 8));
+  }
 
   grpc::ServerGenericBidiReactor* CreateReactor(grpc::GenericCallbackServerContext* context) override {
+    if (!acceptor.began_call(context->peer())) {
+      return refuse(*context, "calls", grpc::StatusCode::RESOURCE_EXHAUSTED, "too many calls on one connection");
+    }
     if (!token.empty()) {
       const auto found = context->client_metadata().find(kTokenKey);
       if (found == context->client_metadata().end() ||
           !same_secret(token, {found->second.data(), found->second.size()})) {
-        hub.count_refusal("token");
-        return new OneReply(
-            grpc::Status(grpc::StatusCode::UNAUTHENTICATED, "the token is missing or wrong (--token-file)"));
+        return refuse(*context, "token", grpc::StatusCode::UNAUTHENTICATED,
+                      "the token is missing or wrong (--token-file)");
       }
     }
     if (context->method() == kStatusMethod) return new OneReply(hub.status());
@@ -244,18 +305,24 @@ struct RpcListener::State final : public grpc::CallbackGenericService {
     const std::lock_guard lock(mutex);
     if (stopping) return new OneReply(grpc::Status(grpc::StatusCode::UNAVAILABLE, "the server is stopping"));
     if (works.size() >= static_cast<size_t>(options.max_connections)) {
-      hub.count_refusal("full");
-      return new OneReply(grpc::Status(
-          grpc::StatusCode::RESOURCE_EXHAUSTED,
-          fmt::format("the server is full: it takes {} connections (--max-connections)", options.max_connections)));
+      return refuse(
+          *context, "full", grpc::StatusCode::RESOURCE_EXHAUSTED,
+          fmt::format("the server is full: it takes {} connections (--max-connections)", options.max_connections));
     }
-    auto* work = new WorkReactor(hub, context, [this](WorkReactor* over) {
+    acceptor.trust(context->peer());
+    auto* work = new WorkReactor(hub, acceptor, context, [this](WorkReactor* over) {
       const std::lock_guard lock(mutex);
       works.erase(over);
       idle.notify_all();
     });
     works.insert(work);
     return work;
+  }
+
+  OneReply* refuse(const grpc::GenericCallbackServerContext& context, const char* why, grpc::StatusCode code,
+                   const std::string& words) {
+    hub.count_refusal(why, Acceptor::readable(context.peer()), words);
+    return new OneReply(grpc::Status(code, words));
   }
 
   void sweep() {
@@ -273,12 +340,13 @@ struct RpcListener::State final : public grpc::CallbackGenericService {
   ServerHub& hub;
   ListenOptions options;
   std::string token;
-  int port = 0;
+  Acceptor acceptor;
   std::mutex mutex;
   std::condition_variable idle;
   std::set<WorkReactor*> works;
   bool stopping = false;
   std::unique_ptr<grpc::Server> server;
+  std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sockets;
   std::thread sweeper;
 };
 
@@ -286,13 +354,19 @@ RpcListener::RpcListener(ServerHub& hub, const ListenOptions& options) {
   keep_grpc_quiet();
   const HostPort address = parse_address(options.address, "listen");
   check_security(options.security, address);
-  state_ = std::make_unique<State>(hub, options);
+  const std::shared_ptr<grpc::ServerCredentials> credentials = credentials_of(options.security);
+  state_ = std::make_unique<State>(hub, options, most_sockets(options));
   grpc::ServerBuilder builder;
-  builder.AddListeningPort(options.address, credentials_of(options.security), &state_->port);
+  state_->sockets = builder.experimental().AddExternalConnectionAcceptor(
+      grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, credentials);
   builder.RegisterCallbackGenericService(state_.get());
+  // What gRPC may keep for all connections together: beyond it, it ends calls. Honest ones never come near it, because
+  // messages are taken from it as soon as they are whole.
+  grpc::ResourceQuota quota("gradwire");
+  quota.Resize(std::max<size_t>(kLeastQuota, machine_memory() / 4));
+  builder.SetResourceQuota(quota);
   builder.SetMaxReceiveMessageSize(static_cast<int>(kFrameHead + kMaxFrame + 1024));
   builder.SetMaxSendMessageSize(-1);
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // a port that is taken is an error, it is not shared
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
@@ -303,14 +377,20 @@ RpcListener::RpcListener(ServerHub& hub, const ListenOptions& options) {
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, 8);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, 1 << 20);
   builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, 8192);
+  // All calls that were begun in what is read at once are there before the first of them can be counted.
+  builder.AddChannelArgument(GRPC_ARG_TCP_MAX_READ_CHUNK_SIZE, 64 << 10);
   state_->server = builder.BuildAndStart();
-  if (!state_->server || state_->port == 0)
-    throw Error(
-        ErrorKind::io,
-        fmt::format("listen: {} cannot be had: it is taken, not of this machine, or not permitted{}", options.address,
-                    options.security.tls() ? ", or tls-cert and tls-key do not fit together" : ""),
-        "listen");
+  if (!state_->server)
+    throw Error(ErrorKind::io,
+                fmt::format("listen: {} cannot be had{}", options.address,
+                            options.security.tls() ? ": gRPC cannot use tls-cert, tls-key or tls-ca" : ""),
+                "listen");
   state_->sweeper = std::thread([this] { state_->sweep(); });
+  state_->acceptor.start([state = state_.get()](int socket) {
+    grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters given;
+    given.fd = socket;
+    state->sockets->HandleNewConnection(&given);
+  });
 }
 
 RpcListener::~RpcListener() {
@@ -320,12 +400,16 @@ RpcListener::~RpcListener() {
     state_->idle.notify_all();
   }
   state_->sweeper.join();
+  state_->acceptor.stop();
   state_->server->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(2));
   state_->server->Wait();
   std::unique_lock lock(state_->mutex);
   state_->idle.wait(lock, [this] { return state_->works.empty(); });
 }
 
-int RpcListener::port() const { return state_->port; }
+int RpcListener::port() const { return state_->acceptor.port(); }
+size_t RpcListener::sockets() const { return state_->acceptor.open(); }
+uint64_t RpcListener::cut_off() const { return state_->acceptor.cut_off(); }
+std::string RpcListener::trouble() const { return state_->acceptor.trouble(); }
 
 }  // namespace gradwire::server

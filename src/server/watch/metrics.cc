@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One `Family` per metric: HELP, TYPE, then its samples, all in one place, as the format asks. Names and units:
-// gradwire_, seconds and bytes, counters end in _total. Label values come from workers and are hostile until escaped.
+// gradwire_, or process_ for what every server has, seconds and bytes, counters end in _total. Label values come from
+// workers and are hostile until escaped.
 #include "server/watch/metrics.h"
 
 #include <fmt/format.h>
@@ -31,8 +32,8 @@ std::string escaped(const std::string& value) {
       text += "\\\"";
     else if (c == '\n')
       text += "\\n";
-    else if (c != '\r' && c != '\0')
-      text += c;  // some readers end a line at \r
+    else if (c != '\r' && c != '\0')                                      // some readers end a line at \r
+      text += static_cast<unsigned char>(c) < ' ' || c == 127 ? '?' : c;  // and some print to a terminal
   }
   return text;
 }
@@ -43,7 +44,7 @@ class Family {
     head_ = fmt::format("# HELP {} {}\n# TYPE {} {}\n", name, help, name, type);
   }
 
-  Family& sample(const json& value, const Labels& labels = {}) {
+  Family& sample(const json& value, const Labels& labels = {}, const char* suffix = "") {
     std::string number;
     if (value.is_number_unsigned())
       number = fmt::format("{}", value.get<uint64_t>());
@@ -53,7 +54,7 @@ class Family {
       number = fmt::format("{}", value.get<double>());
     else
       return *this;
-    out_ += head_ + name_;
+    out_ += head_ + name_ + suffix;
     head_.clear();
     for (size_t i = 0; i < labels.size(); ++i)
       out_ += fmt::format("{}{}=\"{}\"", i == 0 ? "{" : ",", labels[i].first, escaped(labels[i].second));
@@ -101,6 +102,18 @@ void workers(std::string& out, const json& status) {
     }
 }
 
+void step_seconds(std::string& out, const json& status) {
+  const json& all = at(status, {"step_seconds"});
+  if (!at(all, {"at_most"}).is_array() || !at(all, {"count"}).is_number()) return;
+  Family family(out, "histogram", "gradwire_step_seconds", "Time from one step to the next.");
+  for (const json& one : at(all, {"at_most"}))
+    if (one.is_array() && one.size() == 2 && one[0].is_number())
+      family.sample(one[1], {{"le", fmt::format("{}", one[0].get<double>())}}, "_bucket");
+  family.sample(at(all, {"count"}), {{"le", "+Inf"}}, "_bucket");
+  family.sample(at(all, {"sum"}), {}, "_sum");
+  family.sample(at(all, {"count"}), {}, "_count");
+}
+
 }  // namespace
 
 std::string metrics_text(const json& status) {
@@ -111,6 +124,9 @@ std::string metrics_text(const json& status) {
   const auto counter = [&](const char* name, const char* help, const json& value) {
     Family(out, "counter", name, help).sample(value);
   };
+  Family(out, "gauge", "gradwire_build_info", "The version of this server and its commit, in labels; always 1.")
+      .sample(1, {{"version", text_at(at(status, {"build"}), "version")},
+                  {"commit", text_at(at(status, {"build"}), "commit")}});
   Family(out, "gauge", "gradwire_info", "What this server does, in labels; always 1.")
       .sample(1, {{"mode", text_at(status, "mode")},
                   {"up", text_at(status, "up")},
@@ -121,9 +137,9 @@ std::string metrics_text(const json& status) {
        {"waiting for the first worker", "waiting for workers", "training", "waiting for the disk", "stopping"})
     state.sample(text_at(status, "state") == name ? 1 : 0, {{"state", name}});
   gauge("gradwire_uptime_seconds", "Seconds since the server started.", at(status, {"uptime_s"}));
-  gauge("gradwire_step", "Steps the weights have made.", at(status, {"step"}));
+  counter("gradwire_steps_total", "Steps the weights have made; a checkpoint keeps the count.", at(status, {"step"}));
+  step_seconds(out, status);
   gauge("gradwire_durable_step", "Step of the last checkpoint on disk.", at(status, {"durable_step"}));
-  gauge("gradwire_steps_per_second", "Steps per second over the last minute.", at(status, {"steps_per_s"}));
   gauge("gradwire_loss", "Mean loss of the workers at the last step.", at(status, {"loss"}));
   gauge("gradwire_model_tensors", "Tensors of the model.", at(status, {"model", "tensors"}));
   gauge("gradwire_model_elements", "Elements of the model.", at(status, {"model", "elements"}));
@@ -137,7 +153,9 @@ std::string metrics_text(const json& status) {
   Family(out, "counter", "gradwire_fp32_bytes_total", "Bytes that the same messages would have taken in fp32.")
       .sample(at(status, {"bytes", "fp32_up"}), {{"direction", "up"}})
       .sample(at(status, {"bytes", "fp32_down"}), {{"direction", "down"}});
-  gauge("gradwire_staleness_mean", "Mean staleness of applied updates, in steps.", at(status, {"staleness", "mean"}));
+  counter("gradwire_updates_total", "Shards of updates that were applied.", at(status, {"staleness", "updates"}));
+  counter("gradwire_staleness_steps_total", "Sum of the staleness of those, in steps.",
+          at(status, {"staleness", "sum"}));
   gauge("gradwire_staleness_max", "Largest staleness of an applied update.", at(status, {"staleness", "max"}));
   gauge("gradwire_staleness_bound", "Staleness beyond which updates are refused.", at(status, {"staleness", "bound"}));
   Family ledger(out, "gauge", "gradwire_ledger", "Sum of the updates by what became of them.");
@@ -155,8 +173,16 @@ std::string metrics_text(const json& status) {
   gauge("gradwire_checkpoint_age_seconds", "Seconds since the last saved checkpoint.",
         at(status, {"checkpoint", "last_s"}));
   gauge("gradwire_checkpoint_bytes", "Size of the last saved checkpoint.", at(status, {"checkpoint", "bytes"}));
-  gauge("gradwire_memory_bytes", "Resident memory of the server.", at(status, {"memory_bytes"}));
-  gauge("gradwire_connections", "Open connections of workers and watchers.", at(status, {"connections"}));
+  gauge("gradwire_model_bytes", "Memory for the weights, their sums and the messages of the current step.",
+        at(status, {"memory_bytes"}));
+  gauge("gradwire_connections", "Calls of workers that are open.", at(status, {"connections"}));
+  gauge("gradwire_sockets", "Open sockets of the port for workers.", at(status, {"sockets"}));
+  counter("gradwire_sockets_cut_off_total", "Connections cut off, to make room or for what they did.",
+          at(status, {"cut_off"}));
+  gauge("process_resident_memory_bytes", "Resident memory of the server.", at(status, {"process", "resident_bytes"}));
+  gauge("process_open_fds", "Open descriptors of the server.", at(status, {"process", "open_files"}));
+  gauge("process_start_time_seconds", "When the server started, in seconds since 1970.",
+        at(status, {"process", "start_time"}));
   workers(out, status);
   // Labels may hold bytes that are not UTF-8; JSON's own writer knows how to replace them.
   return json::parse(json(out).dump(-1, ' ', false, json::error_handler_t::replace)).get<std::string>();

@@ -5,6 +5,7 @@
 #include "server/watch/watch.h"
 
 #include "server/watch/metrics.h"
+#include "server/watch/watch_status.h"
 
 namespace gradwire::server {
 namespace embedded {
@@ -31,10 +32,12 @@ HttpReply fixed(std::string_view text, const char* type, int status = 200) {
 
 }  // namespace
 
-Watch::Watch(const std::string& host, int port, std::function<nlohmann::json()> status, HttpTimeouts timeouts)
+Watch::Watch(const std::string& host, int port, std::function<nlohmann::json()> status, WatchOptions options)
     : status_(std::move(status)),
+      trouble_(std::move(options.trouble)),
       http_(std::make_unique<HttpServer>(
-          host, port, kHeaders, [this](std::string_view path) { return answer(path); }, timeouts)) {}
+          host, port, kHeaders, [this](std::string_view path) { return answer(path); }, options.timeouts,
+          std::move(options.hosts))) {}
 
 void Watch::refresh() {
   const auto now = SteadyClock::now();
@@ -45,6 +48,8 @@ void Watch::refresh() {
     // A name that is not UTF-8 is shown with replacement characters.
     json_ = std::make_shared<const std::string>(status.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
     metrics_ = std::make_shared<const std::string>(metrics_text(status));
+    const nlohmann::json& failed = at(status, {"checkpoint", "last_error"});
+    ailment_ = failed.is_string() ? "the checkpoint cannot be saved: " + failed.get<std::string>() + "\n" : "";
   } catch (const std::exception& error) {
     json_ = metrics_ = nullptr;
     failure_ = std::string("no status: ") + error.what() + "\n";
@@ -52,11 +57,20 @@ void Watch::refresh() {
   made_ = SteadyClock::now();  // counted from its end: a slow status is not asked for without pause
 }
 
+HttpReply Watch::health() {
+  if (const std::string trouble = trouble_ ? trouble_() : ""; !trouble.empty())
+    return fixed("workers cannot connect: " + trouble + "\n", kPlain, 503);
+  refresh();
+  if (!json_) return fixed(failure_, kPlain, 503);
+  if (!ailment_.empty()) return fixed(ailment_, kPlain, 503);
+  return fixed("ok\n", kPlain);
+}
+
 HttpReply Watch::answer(std::string_view path) {
   if (path == "/") return fixed(embedded::watch_page_html, "text/html; charset=utf-8");
   if (path == "/page.css") return fixed(embedded::watch_page_css, "text/css; charset=utf-8");
   if (path == "/page.js") return fixed(embedded::watch_page_js, "text/javascript; charset=utf-8");
-  if (path == "/healthz") return fixed("ok\n", kPlain);
+  if (path == "/healthz") return health();
   const bool json = path == "/status.json";
   if (!json && path != "/metrics") return fixed("404 Not Found\n", kPlain, 404);
   refresh();

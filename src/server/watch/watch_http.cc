@@ -45,6 +45,8 @@ std::string_view reason(int status) {
       return "Content Too Large";
     case 414:
       return "URI Too Long";
+    case 421:
+      return "Misdirected Request";
     case 431:
       return "Request Header Fields Too Large";
     case 500:
@@ -71,7 +73,7 @@ std::string_view trim(std::string_view text) {
 
 // What of a request matters here.
 struct HttpRequest {
-  std::string_view method, path;
+  std::string_view method, path, host;
   bool keep_alive = true;
   int refused = 0;  // a status, or 0
 };
@@ -101,6 +103,7 @@ HttpRequest parse_request(std::string_view head) {
     const size_t colon = field.find(':');
     if (colon == std::string_view::npos || colon == 0) return fail(400);
     const std::string_view name = field.substr(0, colon), value = trim(field.substr(colon + 1));
+    if (same(name, "host")) request.host = value;
     if (same(name, "connection") && same(value, "close")) request.keep_alive = false;
     if (same(name, "transfer-encoding") || (same(name, "content-length") && value != "0")) request.refused = 413;
   }
@@ -123,7 +126,7 @@ bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == 
 }  // namespace
 
 struct HttpServer::Connection {
-  Connection(int s, SteadyClock::time_point until) : socket(s), deadline(until) {}
+  Connection(int s, SteadyClock::time_point until) : socket(s), deadline(until), since(SteadyClock::now()) {}
   ~Connection() { ::close(socket); }
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
@@ -136,9 +139,9 @@ struct HttpServer::Connection {
 
   int socket;
   Phase phase = Phase::receiving;
-  SteadyClock::time_point deadline;
-  std::string in;    // of the request that is arriving, and of those behind it
-  std::string head;  // of the answer
+  SteadyClock::time_point deadline, since;  // since: it was accepted, or has had its last answer
+  std::string in;                           // of the request that is arriving, and of those behind it
+  std::string head;                         // of the answer
   std::shared_ptr<const std::string> body;
   size_t sent = 0;  // of head and body together
   size_t drained = 0;
@@ -146,8 +149,11 @@ struct HttpServer::Connection {
   bool last = false;  // close after this answer
 };
 
-HttpServer::HttpServer(const std::string& host, int port, std::string headers, Handler handler, HttpTimeouts timeouts)
-    : headers_(std::move(headers)), handler_(std::move(handler)), timeouts_(timeouts) {
+HttpServer::HttpServer(const std::string& host, int port, std::string headers, Handler handler, HttpTimeouts timeouts,
+                       std::vector<std::string> hosts)
+    : headers_(std::move(headers)), handler_(std::move(handler)), timeouts_(timeouts), hosts_(std::move(hosts)) {
+  hosts_.push_back(host);
+  hosts_.push_back("localhost");
   listen_on(host, port);
   wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (wake_ < 0) {
@@ -259,27 +265,39 @@ void HttpServer::accept_all() {
       if (!would_block()) accept_after_ = SteadyClock::now() + std::chrono::milliseconds(100);
       return;
     }
-    if (make_room()) {
-      connections_.emplace_back(s, SteadyClock::now() + timeouts_.idle);
-    } else {
-      static constexpr std::string_view kFull =
-          "HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n";
-      [[maybe_unused]] const ssize_t sent = ::send(s, kFull.data(), kFull.size(), MSG_NOSIGNAL);  // best effort
-      ::close(s);
-    }
+    make_room();
+    connections_.emplace_back(s, SteadyClock::now() + timeouts_.idle);
   }
 }
 
-bool HttpServer::make_room() {
-  if (connections_.size() < kMaxConnections) return true;
-  // One that has had its answer and was only kept for a next request, or to drain. The nearest deadline is the one that
-  // has waited longest.
-  auto oldest = connections_.end();
-  for (auto it = connections_.begin(); it != connections_.end(); ++it)
-    if (it->spare() && (oldest == connections_.end() || it->deadline < oldest->deadline)) oldest = it;
-  if (oldest == connections_.end()) return false;
-  connections_.erase(oldest);
-  return true;
+void HttpServer::make_room() {
+  if (connections_.size() < kMaxConnections) return;
+  // First one that has had its answer and was only kept for a next request, or to drain; then one whose request has not
+  // arrived yet; then one that does not read its answer. Of each, the one that has taken longest.
+  const auto rank = [](const Connection& one) {
+    return std::pair(one.spare() ? 0 : one.phase == Phase::receiving ? 1 : 2, one.since);
+  };
+  connections_.erase(std::min_element(connections_.begin(), connections_.end(),
+                                      [&](const Connection& a, const Connection& b) { return rank(a) < rank(b); }));
+}
+
+// A request without a name is of no browser.
+bool HttpServer::is_named(const Connection& connection, std::string_view host) const {
+  if (host.empty()) return true;
+  if (host.front() == '[')
+    host = host.substr(0, host.find(']') + 1);
+  else
+    host = host.substr(0, host.find(':'));
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
+  if (std::any_of(hosts_.begin(), hosts_.end(), [&](const std::string& one) { return same(one, host); })) return true;
+  sockaddr_storage own{};
+  socklen_t size = sizeof own;
+  char text[NI_MAXHOST] = "";
+  if (::getsockname(connection.socket, reinterpret_cast<sockaddr*>(&own), &size) != 0 ||
+      ::getnameinfo(reinterpret_cast<sockaddr*>(&own), size, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0)
+    return false;
+  const std::string_view address = text;
+  return same(address, host) || (address.starts_with("::ffff:") && same(address.substr(7), host));
 }
 
 bool HttpServer::serve(Connection& connection, short events) {
@@ -323,6 +341,8 @@ bool HttpServer::take_request(Connection& connection) {
     refuse(connection, 405, "Allow: GET, HEAD\r\n");  // before 413: with these methods a body is ordinary
   } else if (request.refused) {
     refuse(connection, request.refused);
+  } else if (!is_named(connection, request.host)) {
+    refuse(connection, 421);
   } else {
     HttpReply what;
     try {
@@ -374,6 +394,7 @@ bool HttpServer::send_out(Connection& connection) {
       return true;
     }
     connection.phase = Phase::receiving;
+    connection.since = SteadyClock::now();
     connection.deadline = SteadyClock::now() + (connection.in.empty() ? timeouts_.idle : timeouts_.arrival);
     if (connection.in.empty() || !take_request(connection)) return true;
   }

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // HTTP for watching, and no more than that: GET and HEAD of short paths, answered from memory. One thread polls all
 // connections, so a client that sends a byte per second or never reads its answer costs a slot, not a thread, and no
-// other client waits for it. Everything is bounded: connections, the bytes of a request, the time it may take to
-// arrive, the time an answer may take to leave, the requests of one connection. Bodies are refused. The destructor
-// returns at once whatever the clients are doing. (A library with a thread per connection was tried: as many slow
-// clients as it had threads kept it from answering and from stopping.)
+// other client waits for it: when all slots are taken, a new connection gets that of the one that has been slow for the
+// longest time. A request by a name that is not this server's is refused (421): a page of another origin whose name
+// was pointed at this address (DNS rebinding) could otherwise read the answers. Everything is bounded: connections, the
+// bytes of a request, the time it may take to arrive, the time an answer may take to leave, the requests of one
+// connection. Bodies are refused. The destructor returns at once whatever the clients are doing. (A library with a
+// thread per connection was tried: as many slow clients as it had threads kept it from answering and from stopping.)
 #pragma once
 
 #include <chrono>
@@ -14,6 +16,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <vector>
 
 #include "core/clock.h"
 
@@ -44,7 +47,9 @@ class HttpServer {
 
   // `headers` ("Name: value\r\n"...) go with every answer. Error{io, "watch"} if the address cannot be had; port 0 is
   // any. `handler` is called by the server's own thread, one call at a time; what it throws becomes status 500.
-  HttpServer(const std::string& host, int port, std::string headers, Handler handler, HttpTimeouts timeouts = {});
+  // A request may name, in its Host header, `host`, one of `hosts`, localhost, or the address that it came to.
+  HttpServer(const std::string& host, int port, std::string headers, Handler handler, HttpTimeouts timeouts = {},
+             std::vector<std::string> hosts = {});
   ~HttpServer();
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;
@@ -57,7 +62,8 @@ class HttpServer {
   void listen_on(const std::string& host, int port);
   void loop();
   void accept_all();
-  bool make_room();
+  void make_room();
+  bool is_named(const Connection& connection, std::string_view host) const;
   bool serve(Connection& connection, short events);  // false: to be closed
   bool receive(Connection& connection);
   bool send_out(Connection& connection);
@@ -68,6 +74,7 @@ class HttpServer {
   std::string headers_;
   Handler handler_;
   HttpTimeouts timeouts_;
+  std::vector<std::string> hosts_;
   int port_ = 0;
   int listener_ = -1;
   int wake_ = -1;  // an eventfd: written once, to stop
