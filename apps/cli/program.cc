@@ -57,7 +57,6 @@ std::string quoted(const std::string& word) {
 
 }  // namespace
 
-std::string command_line() { return quoted_line(called_as); }
 const std::vector<std::string>& command_words() { return called_as; }
 
 std::string quoted_line(const std::vector<std::string>& words) {
