@@ -744,6 +744,9 @@ def test_bench_codec_ranges_over_the_registry_with_the_promised_names():
         assert all(row[name] > 0 for name in CODEC_FIELDS[8:])
         assert 0 < row["bits_per_element"] < 33 and 0 <= row["error"] < 10
         assert row["ratio"] == pytest.approx(32 / row["bits_per_element"])
+        assert all(row[f"{name}_spread"] >= 0 for name in ("encode", "feedback", "decode"))
+        limits = [row[f"limit_fraction_{name}"] for name in ("encode", "feedback", "decode")]
+        assert row["plausible"] == (max(limits) <= 1.1)
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
@@ -762,6 +765,12 @@ def test_bench_codec_of_a_list_compares_with_one_tensor():
 def test_bench_codec_may_be_given_several_codecs_and_prints_a_table():
     out, errors = run("bench", "codec", "--codec", "fp16", "--codec", "topk", "--elements", 5000, "--pairs", 1)
     assert errors == "" and b"fp16" in out and b"topk" in out and b"bits/element" in out
+    assert out.count(b" +-0%") == 6, "one round has no spread"
+    shares = [re.findall(r"(\d+\.\d\d)( \(\?\))?", line)[-3:]
+              for line in out.decode().splitlines() if line.startswith(("fp16", "topk"))]
+    for share, mark in sum(shares, []):
+        assert bool(mark) == (float(share) > 1.1) or share == "1.10", "what cannot be is marked"
+    assert ("(?):" in out.decode()) == any(mark for _, mark in sum(shares, []))
 
 
 def test_bench_threads_reports_scaling_against_a_compute_loop():
