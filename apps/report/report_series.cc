@@ -66,11 +66,19 @@ double mean_bits(const Run& run) {
   return before == 0 ? run.epochs.back().bits : sum / static_cast<double>(before);
 }
 
-// All evaluations of a run, those at the ends of epochs among them.
+// All evaluations of a run, those at the ends of epochs among them. A run of fewer steps ends within its last epoch, and
+// that end stands where it belongs among the others.
 std::vector<Evaluation> evaluations_of(const Run& run) {
   std::vector<Evaluation> all = run.points;
+  const auto place_of = [&](const Epoch& epoch) {
+    const double whole = static_cast<double>(epoch.epoch);
+    if (run.points.empty() || run.points.front().step == 0) return whole;
+    const double epochs_per_step = run.points.front().epoch / static_cast<double>(run.points.front().step);
+    const double place = epochs_per_step * static_cast<double>(epoch.step);
+    return place < whole - 1e-6 ? place : whole;
+  };
   for (const Epoch& epoch : run.epochs)
-    all.push_back({.epoch = static_cast<double>(epoch.epoch),
+    all.push_back({.epoch = place_of(epoch),
                    .step = epoch.step,
                    .test_loss = epoch.test_loss,
                    .test_accuracy = epoch.test_accuracy,

@@ -200,6 +200,15 @@ def test_evaluations_within_an_epoch_are_points_of_the_curve(tmp_path):
     assert len(rows) == 2, "results.csv has the ends of epochs"
 
 
+def test_a_run_that_ends_within_an_epoch_ends_there_in_the_curve(tmp_path):
+    run = record("fp32", 1, epochs=2)
+    run["epochs"][1]["step"] = 351  # half of the second epoch
+    run["points"] = [{"epoch": 0.5, "step": 117, "test_loss": 1.0, "test_accuracy": 0.6, "bytes_sent": 10,
+                      "seconds": run["epochs"][0]["seconds"]}]
+    report(save(tmp_path, [run]))
+    assert [point["epoch"] for point in series_of(tmp_path, "fp32")["curve"]] == pytest.approx([0.5, 1, 1.5])
+
+
 def test_what_made_the_runs_is_in_the_table_and_older_records_leave_it_empty(tmp_path):
     made = {"gradwire": "9.8.7", "commit": "abc1234", "date": "2031-02-03T04:05:06Z", "host": "box"}
     report(save(tmp_path, [record("fp32", 1, **made), record("fp32", 2)]))
