@@ -42,6 +42,9 @@ struct CodecBenchResult {
   uint64_t tensor_bytes, residual_bytes, frame_bytes;
 };
 
+// A codec cannot move bytes faster than a copy does. A share beyond this is no speed but a copy that was disturbed.
+constexpr double kPossible = 1.1;
+
 // A small tensor is processed several times within one measurement.
 uint64_t repeats(uint64_t elements) { return std::clamp<uint64_t>((uint64_t{1} << 20) / elements, 1, 64); }
 
@@ -118,6 +121,9 @@ nlohmann::ordered_json to_json(const std::string& spec, const CodecBenchOptions&
   const double fp32_bytes = 4.0 * static_cast<double>(elements);
   const auto rate = [&](const Timed& timed) { return fp32_bytes / median(timed.seconds) * 1e-9; };
   const uint64_t one_way = result.tensor_bytes + result.frame_bytes;
+  const double encode_limit = limit_fraction(result, result.encode, one_way),
+               feedback_limit = limit_fraction(result, result.feedback, one_way + 2 * result.residual_bytes),
+               decode_limit = limit_fraction(result, result.decode, one_way);
   nlohmann::ordered_json row = {
       {"codec", spec},
       {"device", options.backend.device},
@@ -131,9 +137,9 @@ nlohmann::ordered_json to_json(const std::string& spec, const CodecBenchOptions&
       {"feedback_encode_GBps", rate(result.feedback)},
       {"decode_GBps", rate(result.decode)},
       {"copy_GBps", 2.0 * static_cast<double>(result.tensor_bytes) / result.copy_seconds * 1e-9},
-      {"limit_fraction_encode", limit_fraction(result, result.encode, one_way)},
-      {"limit_fraction_feedback", limit_fraction(result, result.feedback, one_way + 2 * result.residual_bytes)},
-      {"limit_fraction_decode", limit_fraction(result, result.decode, one_way)},
+      {"limit_fraction_encode", encode_limit},
+      {"limit_fraction_feedback", feedback_limit},
+      {"limit_fraction_decode", decode_limit},
       {"encode_of_copy", median(result.encode.of_copy)},
       {"feedback_of_copy", median(result.feedback.of_copy)},
       {"decode_of_copy", median(result.decode.of_copy)}};
@@ -145,6 +151,10 @@ nlohmann::ordered_json to_json(const std::string& spec, const CodecBenchOptions&
   }
   row["residual"] = options.residual;
   row["pairs"] = options.pairs;
+  row["encode_spread"] = spread(result.encode.seconds);
+  row["feedback_spread"] = spread(result.feedback.seconds);
+  row["decode_spread"] = spread(result.decode.seconds);
+  row["plausible"] = std::max({encode_limit, feedback_limit, decode_limit}) <= kPossible;
   row["spec"] = Codec::parse(spec).str();
   return row;
 }
@@ -165,21 +175,31 @@ void print_page(const CodecBenchOptions& options, uint64_t elements, const std::
     alignment += "rr";
   }
   ConsoleTable table(alignment, header);
+  bool impossible = false;
   for (const auto& row : rows) {
     const auto number = [&](const char* name, const char* format) {
       return fmt::format(fmt::runtime(format), row.at(name).get<double>());
+    };
+    // A speed with how far its rounds lie apart.
+    const auto speed = [&](const char* name, const char* spread_name) {
+      return fmt::format("{} +-{:.0f}%", number(name, "{:.2f}"), 50 * row.at(spread_name).get<double>());
+    };
+    const auto limit = [&](const char* name) {
+      const bool possible = row.at(name).get<double>() <= kPossible;
+      impossible |= !possible;
+      return number(name, "{:.2f}") + (possible ? "" : " (?)");
     };
     std::vector<std::string> cells = {row.at("codec").get<std::string>(),
                                       number("bits_per_element", "{:.3f}"),
                                       number("ratio", "{:.2f}"),
                                       human_fraction(row.at("error").get<double>()),
-                                      number("encode_GBps", "{:.2f}"),
-                                      number("feedback_encode_GBps", "{:.2f}"),
-                                      number("decode_GBps", "{:.2f}"),
+                                      speed("encode_GBps", "encode_spread"),
+                                      speed("feedback_encode_GBps", "feedback_spread"),
+                                      speed("decode_GBps", "decode_spread"),
                                       number("copy_GBps", "{:.2f}"),
-                                      number("limit_fraction_encode", "{:.2f}"),
-                                      number("limit_fraction_feedback", "{:.2f}"),
-                                      number("limit_fraction_decode", "{:.2f}")};
+                                      limit("limit_fraction_encode"),
+                                      limit("limit_fraction_feedback"),
+                                      limit("limit_fraction_decode")};
     if (!options.list.empty()) {
       cells.push_back(number("encode_list_over_single", "{:.2f}"));
       cells.push_back(number("decode_list_over_single", "{:.2f}"));
@@ -190,11 +210,18 @@ void print_page(const CodecBenchOptions& options, uint64_t elements, const std::
   print(
       "\nratio: fp32 bytes / bytes of the message. error: ||x - x'||^2 / ||x||^2; an unbiased codec with few bits may "
       "exceed 1.\n"
-      "encode, feedback (encode with error feedback), decode: GB of fp32 tensor per second. copy: GB/s read + "
-      "written.\n"
-      "/limit: share of the speed at which a plain copy moves the same bytes; 1.00 is the memory limit. On a busy "
-      "machine or\n"
-      "with few --pairs it may exceed 1. docs/measuring.md defines all figures.\n");
+      "encode, feedback (encode with error feedback), decode: GB of fp32 tensor per second, with half of the range "
+      "from "
+      "the\n"
+      "first to the third quartile of the rounds. copy: GB/s read + written.\n"
+      "/limit: share of the speed at which a plain copy moves the same bytes; 1.00 is the memory limit. "
+      "docs/measuring.md\n"
+      "defines all figures.\n");
+  if (impossible)
+    print(
+        "(?): no codec is faster than the memory limit. The machine was busy while the copy was timed; measure again "
+        "with more\n"
+        "--pairs, or with nothing else running.\n");
   if (!options.list.empty())
     print("/single: speed of the whole list in one call / speed of one tensor of the same size.\n");
 }

@@ -150,8 +150,7 @@ void bench_mpi(const CollectiveOptions& options) {
   } catch (const std::exception& error) {
     // Every rank sees the same usage error; one line is enough. Other errors are this rank's own.
     const int code = exit_code_of(error);
-    if (engine.rank() == 0 || code != kUsage)
-      std::fprintf(stderr, "gradwire: error: rank %d: %s\n", engine.rank(), error.what());
+    if (engine.rank() == 0 || code != kUsage) print_error(fmt::format("rank {}: {}", engine.rank(), error.what()));
     session.abort(code);
   }
 }

@@ -23,6 +23,14 @@ inline double median(std::vector<double> values) {
   return (upper + *std::max_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(middle))) / 2;
 }
 
+// How far times lie apart: from the first to the third quartile, over the median. It is 0 for one value.
+inline double spread(std::vector<double> values) {
+  GW_CHECK(!values.empty());
+  std::sort(values.begin(), values.end());
+  const size_t last = values.size() - 1;
+  return (values[last - last / 4] - values[last / 4]) / median(values);
+}
+
 inline double seconds_now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }

@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <string>
+#include <vector>
 
 namespace CLI {
 class App;
@@ -29,7 +30,8 @@ struct Interrupted {};  // thrown by a command that has stopped because it was a
 
 int exit_code_of(const std::exception& error);
 
-std::string command_line();  // how this program was called, quoted for a shell; it is part of records
+const std::vector<std::string>& command_words();                 // how this program was called
+std::string quoted_line(const std::vector<std::string>& words);  // for a shell
 
 using Action = std::function<void()>;
 

@@ -90,7 +90,8 @@ void Progress::show(const std::string& text) {
   winsize size{};
   const bool known = ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 1;
   // \r returns to the start of the line. ESC[K erases the rest of a longer line before it.
-  std::fprintf(stderr, "\r%.*s\033[K", known ? size.ws_col - 1 : 200, text.c_str());
+  const std::string line = printable(text);
+  std::fprintf(stderr, "\r%.*s\033[K", known ? size.ws_col - 1 : 200, line.c_str());
   std::fflush(stderr);
   shown_ = true;
 }
@@ -102,9 +103,60 @@ void Progress::clear() {
   shown_ = false;
 }
 
+namespace {
+
+// Bytes of the UTF-8 character that begins at `at`, or 0 if there is none. Surrogates, overlong forms and what lies
+// beyond Unicode are none.
+size_t character_bytes(const std::string& text, size_t at) {
+  const auto byte = [&](size_t i) -> unsigned {
+    return at + i < text.size() ? static_cast<unsigned char>(text[at + i]) : 0u;
+  };
+  const unsigned first = byte(0);
+  if (first < 0x80) return 1;
+  const size_t length = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : first >= 0xc0 ? 2 : 0;
+  if (length == 0) return 0;
+  unsigned code = first & (0x7fu >> length);
+  for (size_t i = 1; i < length; ++i) {
+    if ((byte(i) & 0xc0) != 0x80) return 0;
+    code = code << 6 | (byte(i) & 0x3f);
+  }
+  const unsigned least[] = {0, 0, 0x80, 0x800, 0x10000};
+  return code < least[length] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000) ? 0 : length;
+}
+
+void print_line(const char* kind, std::string text) {
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  while (!text.empty() && (text.back() == ' ' || text.back() == '.')) text.pop_back();
+  std::fprintf(stderr, "gradwire: %s: %s\n", kind, printable(text).c_str());
+}
+
+}  // namespace
+
+std::string printable(const std::string& text) {
+  std::string shown;
+  for (size_t at = 0; at < text.size();) {
+    const size_t length = character_bytes(text, at);
+    const auto first = static_cast<unsigned char>(text[at]);
+    const bool ascii_control = (first < ' ' && first != '\n' && first != '\t') || first == 0x7f;
+    // U+0080 to U+009F: a terminal may take U+009B for the beginning of an escape sequence.
+    const bool other_control = length == 2 && first == 0xc2 && static_cast<unsigned char>(text[at + 1]) < 0xa0;
+    if (length == 0 || ascii_control || other_control) {
+      shown += '?';
+    } else {
+      shown.append(text, at, length);
+    }
+    at += std::max<size_t>(1, length);
+  }
+  return shown;
+}
+
 void print(const std::string& text) {
-  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0)
+  const std::string shown = printable(text);
+  if (std::fwrite(shown.data(), 1, shown.size(), stdout) != shown.size() || std::fflush(stdout) != 0)
     throw Error(ErrorKind::io, "standard output cannot be written");
 }
+
+void print_error(const std::string& text) { print_line("error", text); }
+void print_note(const std::string& text) { print_line("note", text); }
 
 }  // namespace gradwire::app

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Output for people: tables with aligned columns, numbers with units, and a progress line. Tables go to stdout. The
 // progress line goes to stderr, and only if that is a terminal, so that it does not appear in pipes and logs.
+//
+// Names of files, fields of files and words of servers come from elsewhere, and a terminal obeys the escape sequences
+// in them. Everything that is printed passes through printable() here.
 #pragma once
 
 #include <cstdint>
@@ -42,6 +45,12 @@ class Progress {
   bool shown_ = false;
 };
 
-void print(const std::string& text);  // to stdout; Error{io} when that fails
+// The text without control characters, each of which becomes a question mark: those of ASCII but tab and new line, and
+// those of Unicode. So do bytes that are no UTF-8.
+std::string printable(const std::string& text);
+
+void print(const std::string& text);        // to stdout; Error{io} when that fails
+void print_error(const std::string& text);  // one line on stderr: "gradwire: error: ..."
+void print_note(const std::string& text);   // one line on stderr: "gradwire: note: ..."
 
 }  // namespace gradwire::app

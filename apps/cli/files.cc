@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <optional>
 
 #include "core/file.h"
 #include "gradwire/error.h"
@@ -70,9 +71,26 @@ void write_all(int fd, std::span<const std::span<const std::byte>> parts, const 
   }
 }
 
+// Fills `to` as far as the file reaches; returns the number of bytes.
+size_t read_into(int fd, std::span<std::byte> to, const std::string& path) {
+  size_t size = 0;
+  while (size < to.size()) {
+    const ssize_t got = read(fd, to.data() + size, std::min<size_t>(to.size() - size, size_t{1} << 30));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) fail(path, "cannot be read");
+    if (got == 0) break;
+    size += static_cast<size_t>(got);
+  }
+  return size;
+}
+
 }  // namespace
 
-std::vector<std::byte> read_file(const std::string& path) {
+uint64_t memory_bytes() {
+  return static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
+std::vector<std::byte> read_file(const std::string& path, const FirstLook& look) {
   const bool standard_input = path == "-";
   const int fd = standard_input ? STDIN_FILENO : open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) fail(path, "cannot be opened");
@@ -83,25 +101,24 @@ std::vector<std::byte> read_file(const std::string& path) {
     }
   } closer{fd};
   struct stat info {};
-  std::vector<std::byte> content;
-  size_t size = 0;
-  if (fstat(fd, &info) == 0 && S_ISREG(info.st_mode)) content.resize(static_cast<size_t>(info.st_size));
+  std::optional<uint64_t> expected;
+  if (fstat(fd, &info) == 0 && S_ISREG(info.st_mode)) expected = static_cast<uint64_t>(info.st_size);
+
+  std::vector<std::byte> content(kFirstBytes);
+  size_t size = read_into(fd, content, path);
+  content.resize(size);
+  // The size of a sparse file says nothing of what is in it.
+  if (look) look(content, expected);
+  if (size < kFirstBytes) return content;
+  if (expected && *expected > memory_bytes())
+    throw Error(ErrorKind::io, fmt::format("{}: {} bytes are more than the memory of this machine", path, *expected),
+                path);
+  // A regular file is read directly into its place. One byte more finds out whether it has grown.
+  content.resize(std::max<size_t>(expected ? static_cast<size_t>(*expected) + 1 : 0, 2 * kFirstBytes));
   for (;;) {
-    // A regular file is read directly into its place. Asking for one more byte finds the end of any input.
-    if (size == content.size()) {
-      std::byte more[1];
-      const ssize_t got = read(fd, more, 1);
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0) fail(path, "cannot be read");
-      if (got == 0) break;
-      content.resize(std::max<size_t>(size_t{1} << 16, content.size() * 2));
-      content[size++] = more[0];
-    }
-    const ssize_t got = read(fd, content.data() + size, std::min<size_t>(content.size() - size, size_t{1} << 30));
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) fail(path, "cannot be read");
-    if (got == 0) break;
-    size += static_cast<size_t>(got);
+    size += read_into(fd, std::span(content).subspan(size), path);
+    if (size < content.size()) break;
+    content.resize(2 * content.size());
   }
   content.resize(size);
   return content;
@@ -109,22 +126,9 @@ std::vector<std::byte> read_file(const std::string& path) {
 
 void write_file(const std::string& path, std::span<const std::span<const std::byte>> parts) {
   if (path == "-") return write_all(STDOUT_FILENO, parts, "standard output");
-  struct stat info {};
-  if (stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) {
-    // Renaming over a device or a pipe would replace it.
-    const int fd = open(path.c_str(), O_WRONLY | O_CLOEXEC);
-    if (fd < 0) fail(path, "cannot be written");
-    try {
-      write_all(fd, parts, path);
-    } catch (...) {
-      close(fd);
-      throw;
-    }
-    if (close(fd) != 0) fail(path, "cannot be written");
-    return;
-  }
-  FileReplacement file(path);
-  const RemoveOnSignal guard(file.temporary());
+  FileReplacement file(path, SpecialFile::write_to);
+  std::optional<RemoveOnSignal> guard;
+  if (!file.temporary().empty()) guard.emplace(file.temporary());
   for (const std::span<const std::byte> part : parts) file.write(part);
   file.finish();
 }

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/console.h"
 #include "cli/help.h"
 #include "cli/version.h"
 #include "core/nearest.h"
@@ -41,15 +42,7 @@ int exit_code_of(const std::exception& error) {
 
 namespace {
 
-std::string called_as;
-
-}  // namespace
-
-std::string command_line() { return called_as; }
-
-}  // namespace gradwire::app
-
-namespace {
+std::vector<std::string> called_as;
 
 // A word that a shell would split or interpret is quoted.
 std::string quoted(const std::string& word) {
@@ -62,11 +55,19 @@ std::string quoted(const std::string& word) {
   return text + "'";
 }
 
-void complain(std::string text) {
-  std::replace(text.begin(), text.end(), '\n', ' ');
-  while (!text.empty() && (text.back() == ' ' || text.back() == '.')) text.pop_back();
-  std::fprintf(stderr, "gradwire: error: %s\n", text.c_str());
+}  // namespace
+
+const std::vector<std::string>& command_words() { return called_as; }
+
+std::string quoted_line(const std::vector<std::string>& words) {
+  std::string line;
+  for (const std::string& word : words) line += (line.empty() ? "" : " ") + quoted(word);
+  return line;
 }
+
+}  // namespace gradwire::app
+
+namespace {
 
 // The innermost command on the line, so that a usage error can point to the right help page.
 const CLI::App& innermost(const CLI::App& app) {
@@ -156,8 +157,8 @@ int run_program(int argc, char** argv, const std::string& footer,
   app.footer(footer);
   app.set_version_flag("--version", "gradwire " + version_text(), "Print the version and the commit, and exit");
   app.require_subcommand(1);
-  called_as = "gradwire";
-  for (int i = 1; i < argc; ++i) called_as += " " + quoted(argv[i]);
+  called_as.assign(argv, argv + argc);
+  called_as.front() = "gradwire";
   Action action;
   add_commands(app, action);
   for (CLI::App* command : app.get_subcommands({})) command->group("Commands");
@@ -167,7 +168,7 @@ int run_program(int argc, char** argv, const std::string& footer,
   // The parser would answer `gradwire nosuch --help` with the general page and success.
   if (!words.empty() && !words.front().starts_with('-') &&
       std::find(names.begin(), names.end(), words.front()) == names.end()) {
-    complain(unknown_command(words.front(), names) + "; see gradwire --help");
+    print_error(unknown_command(words.front(), names) + "; see gradwire --help");
     return kUsage;
   }
   std::reverse(words.begin(), words.end());  // as the parser wants a vector of arguments
@@ -176,10 +177,10 @@ int run_program(int argc, char** argv, const std::string& footer,
   } catch (const CLI::Success& asked) {  // --help, --version
     return app.exit(asked);
   } catch (const CLI::ParseError& error) {
-    complain(explain(app, error));
+    print_error(explain(app, error));
     return kUsage;
   } catch (const std::exception& error) {
-    complain(error.what());
+    print_error(error.what());
     return exit_code_of(error);
   }
   try {
@@ -189,10 +190,10 @@ int run_program(int argc, char** argv, const std::string& footer,
   } catch (const Interrupted&) {
     return kInterrupted;
   } catch (const std::bad_alloc&) {
-    complain("out of memory");
+    print_error("out of memory");
     return kInternal;
   } catch (const std::exception& error) {
-    complain(error.what());
+    print_error(error.what());
     return exit_code_of(error);
   }
 }

@@ -6,8 +6,10 @@
 
 namespace gradwire::app {
 
+std::string commit_text() { return GRADWIRE_COMMIT; }
+
 std::string version_text() {
-  const std::string version(kVersionString), commit = GRADWIRE_COMMIT;
+  const std::string version(kVersionString), commit = commit_text();
   return commit.empty() ? version : version + " (commit " + commit + ")";
 }
 

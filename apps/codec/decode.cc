@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // `gradwire decode`: a frame becomes a .npy file of the shape that it carries, or raw floats where the name of the
-// output does not end with .npy. The frame may come from anywhere: its head is checked against --max-elements before
+// output does not end with .npy. The frame may come from anywhere: its header is checked against --max-elements before
 // memory is allocated, and nothing is written unless every check passed.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstring>
 #include <memory>
 
 #include "bench/backend.h"
 #include "cli/command.h"
+#include "cli/console.h"
 #include "cli/files.h"
 #include "cli/options.h"
 #include "codec/npy.h"
 #include "codec/output.h"
 #include "codec/packed.h"
-#include "core/bits.h"
+#include "codec/values.h"
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 
@@ -26,31 +26,13 @@ namespace {
 
 struct DecodeOptions {
   std::string in, out, dtype;
-  uint64_t max_elements = uint64_t{1} << 32;
+  // 16 bytes an element are enough for the message, the floats and their copy in another type.
+  uint64_t max_elements = std::min<uint64_t>(memory_bytes() / 16, kMaxElements);
   uint64_t tensor = 0;
-  bool tensor_chosen = false, force = false;
+  bool tensor_chosen = false;
+  OutputOptions output;
   BackendOptions backend;
 };
-
-float load(const std::byte* data, DType dtype, uint64_t i) {
-  if (dtype == DType::f32) {
-    float value;
-    std::memcpy(&value, data + 4 * i, 4);
-    return value;
-  }
-  uint16_t bits;
-  std::memcpy(&bits, data + 2 * i, 2);
-  return dtype == DType::f16 ? f16_to_f32(bits) : bf16_to_f32(bits);
-}
-
-void store(std::byte* data, DType dtype, uint64_t i, float value) {
-  if (dtype == DType::f32) {
-    std::memcpy(data + 4 * i, &value, 4);
-    return;
-  }
-  const uint16_t bits = dtype == DType::f16 ? f32_to_f16(value) : f32_to_bf16(value);
-  std::memcpy(data + 2 * i, &bits, 2);
-}
 
 struct Converted {
   std::vector<std::byte> data;
@@ -60,14 +42,12 @@ struct Converted {
 Converted convert(const std::vector<std::byte>& data, DType from, DType to, uint64_t count) {
   Converted result{std::vector<std::byte>(count * bytes_of(to))};
   for (uint64_t i = 0; i < count; ++i) {
-    const float value = load(data.data(), from, i);
-    store(result.data.data(), to, i, value);
-    result.overflows += std::isfinite(value) && !std::isfinite(load(result.data.data(), to, i));
+    const float value = load_value(data.data(), from, i);
+    store_value(result.data.data(), to, i, value);
+    result.overflows += std::isfinite(value) && !std::isfinite(load_value(result.data.data(), to, i));
   }
   return result;
 }
-
-void note(const std::string& text) { std::fprintf(stderr, "gradwire: note: %s\n", text.c_str()); }
 
 size_t chosen_tensor(const DecodeOptions& options, const Head& head) {
   const size_t tensors = head.tensors.size();
@@ -98,23 +78,22 @@ Output output_of(const DecodeOptions& options, DType sent, uint64_t count, std::
       throw Error(ErrorKind::usage, "--dtype bf16: a .npy file cannot hold it; name OUT otherwise for raw floats",
                   "dtype");
     dtype = DType::f32;
-    note(options.in + " is bf16, which .npy cannot hold: written as float32");
+    if (!options.output.quiet) print_note(options.in + " is bf16, which .npy cannot hold: written as float32");
   }
   if (dtype == DType::f32) return {dtype, std::move(data)};
   Converted converted = convert(data, DType::f32, dtype, count);
-  if (converted.overflows > 0)
-    note(fmt::format("{} element{} too large for {}: written as infinity", converted.overflows,
-                     converted.overflows == 1 ? " is" : "s are", name_of(dtype)));
+  if (converted.overflows > 0 && !options.output.quiet)
+    print_note(fmt::format("{} element{} too large for {}: written as infinity", converted.overflows,
+                           converted.overflows == 1 ? " is" : "s are", name_of(dtype)));
   return {dtype, std::move(converted.data)};
 }
 
 void decode(const DecodeOptions& options) {
-  check_output(options.in, options.out, options.force);
+  check_output(options.in, options.out, options.output);
   Limits limits;
   limits.max_elements = options.max_elements;
-  // No codec takes more than 5 bytes an element; heads are small.
-  const std::vector<std::byte> message =
-      read_message(options.in, std::min<uint64_t>(options.max_elements, uint64_t{1} << 34) * 5 + (1 << 26)).message;
+  const MessageFile file = read_message(options.in, options.max_elements);
+  const std::vector<std::byte>& message = file.message;
   const Head head = named(options.in, [&] { return read_head(message, limits); });
   const size_t chosen = chosen_tensor(options, head);
   named(options.in, [&] { verify_body(message, head); });  // before memory for the elements is taken
@@ -135,6 +114,8 @@ void decode(const DecodeOptions& options) {
   });
 
   const TensorSpec& tensor = head.tensors[chosen];
+  uint64_t elements = 0;  // of all tensors, since the size of the file is theirs too
+  for (const TensorSpec& one : head.tensors) elements += one.count;
   std::vector<std::byte> data(tensor.count * sizeof(float));
   backend->download(data.data(), outputs[chosen], data.size());
   const Output output = output_of(options, tensor.dtype, tensor.count, std::move(data));
@@ -144,6 +125,17 @@ void decode(const DecodeOptions& options) {
       ends_with(options.out, ".npy") ? npy_header(output.dtype, shape) : std::vector<std::byte>{};
   const std::span<const std::byte> parts[] = {header, output.data};
   write_file(options.out, parts);
+  tell(options.output, {.in = options.in,
+                        .out = options.out,
+                        .bytes_in = file.file_bytes,
+                        .bytes_out = header.size() + output.data.size(),
+                        .elements = elements,
+                        .compressed_bytes = file.file_bytes,
+                        .error = {},
+                        .more = {{"codec", tensor.codec.wire_spec()},
+                                 {"dtype", name_of(output.dtype)},
+                                 {"shape", shape},
+                                 {"packed", file.packed}}});
 }
 
 }  // namespace
@@ -154,12 +146,13 @@ void add_decode(CLI::App& app, Action& action) {
   options->backend.threads = machine_threads();
   add_file(*command, "IN", options->in, "The frame, or - for stdin");
   add_file(*command, "OUT", options->out, "A .npy file to write; any other name (or - for stdout) gets raw floats");
-  add_whole(*command, "--max-elements", options->max_elements, 0, UINT64_MAX, "Refuse frames that claim more elements");
+  add_whole(*command, "--max-elements", options->max_elements, 0, UINT64_MAX,
+            "Refuse frames that claim more elements; the default is what the memory of this machine can hold");
   add_choice(*command, "--dtype", options->dtype, {"f32", "f16", "bf16"},
              "Type to write; as the frame says if left out");
   CLI::Option* tensor = add_whole(*command, "--tensor", options->tensor, 0, UINT64_MAX,
                                   "Which tensor of a message that holds several, from 0 on");
-  add_force(*command, options->force);
+  add_output(*command, options->output);
   add_device(*command, options->backend);
   command->footer("Example:\n  gradwire decode g.gw back.npy");
   command->callback([&action, options, tensor] {

@@ -4,16 +4,18 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
-#include <cstdio>
 #include <memory>
 
 #include "bench/backend.h"
+#include "bench/synthetic.h"
 #include "cli/command.h"
+#include "cli/console.h"
 #include "cli/files.h"
 #include "cli/options.h"
 #include "codec/npy.h"
 #include "codec/output.h"
 #include "codec/packed.h"
+#include "codec/values.h"
 #include "gradwire/error.h"
 #include "gradwire/learn.h"
 
@@ -24,7 +26,8 @@ struct EncodeOptions {
   std::string codec, in, out, dtype, name;
   Stamp stamp;
   BackendOptions backend;
-  bool no_fit = false, pack = false, force = false;
+  bool no_fit = false, pack = false;
+  OutputOptions output;
 };
 
 struct Input {
@@ -35,9 +38,20 @@ struct Input {
   std::vector<std::byte> reordered = {};  // what `data` shows where the file has Fortran order
 };
 
+bool is_npy(const EncodeOptions& options, std::span<const std::byte> file) {
+  return ends_with(options.in, ".npy") || (options.dtype.empty() && looks_like_npy(file));
+}
+
+// A file that can be refused by its first bytes is, before memory is taken for the rest.
+void check_first(const EncodeOptions& options, std::span<const std::byte> first) {
+  if (is_npy(options, first)) return expect_npy(first, options.in);
+  if (options.dtype.empty())
+    throw Error(ErrorKind::usage,
+                fmt::format("{} is not a .npy file: say --dtype f32, f16 or bf16 for raw floats", options.in), "dtype");
+}
+
 Input read_input(const EncodeOptions& options, std::span<const std::byte> file) {
-  const bool npy = ends_with(options.in, ".npy") || (options.dtype.empty() && looks_like_npy(file));
-  if (npy) {
+  if (is_npy(options, file)) {
     if (!options.dtype.empty())
       throw Error(ErrorKind::usage,
                   fmt::format("--dtype {}: only for raw floats; {} is a .npy file and says its own type", options.dtype,
@@ -51,16 +65,13 @@ Input read_input(const EncodeOptions& options, std::span<const std::byte> file) 
     }
     if (input.shape.size() == 1) input.shape.clear();  // what a frame without a shape decodes to
     if (input.shape.size() > kMaxDims) {
-      std::fprintf(stderr,
-                   "gradwire: note: %s has %zu dimensions; a frame keeps at most %zu, so its shape is left out\n",
-                   options.in.c_str(), input.shape.size(), kMaxDims);
+      if (!options.output.quiet)
+        print_note(fmt::format("{} has {} dimensions; a frame keeps at most {}, so its shape is left out", options.in,
+                               input.shape.size(), kMaxDims));
       input.shape.clear();
     }
     return input;
   }
-  if (options.dtype.empty())
-    throw Error(ErrorKind::usage,
-                fmt::format("{} is not a .npy file: say --dtype f32, f16 or bf16 for raw floats", options.in), "dtype");
   const DType dtype = parse_dtype(options.dtype);
   if (file.size() % bytes_of(dtype) != 0)
     throw Error(ErrorKind::frame, fmt::format("{}: {} bytes are not a whole number of {} elements", options.in,
@@ -68,10 +79,26 @@ Input read_input(const EncodeOptions& options, std::span<const std::byte> file) 
   return {dtype, file.size() / bytes_of(dtype), file};
 }
 
+// How far the message is from the tensor, as the glossary's error: ||x - x'||^2 / ||x||^2.
+double error_of(const Input& input, const Codec& codec, BenchBackend& backend, std::span<const std::byte> message,
+                const EncodeOptions& options) {
+  const Plan plan(
+      {{.name = options.name, .count = input.count, .dtype = DType::f32, .codec = codec, .shape = input.shape}});
+  const std::unique_ptr<Runner> runner = make_runner(plan, backend.device());
+  void* outputs[] = {backend.allocate(input.count * sizeof(float))};
+  runner->decode(message, outputs);
+  runner->wait();
+  std::vector<float> back(input.count), exact(input.count);
+  backend.download(back.data(), outputs[0], back.size() * sizeof(float));
+  for (uint64_t i = 0; i < input.count; ++i) exact[i] = load_value(input.data.data(), input.dtype, i);
+  return squared_relative_error(exact, back);
+}
+
 void encode(const EncodeOptions& options) {
   const Codec codec = Codec::parse(options.codec);  // a wrong spec is refused before a large file is read
-  check_output(options.in, options.out, options.force);
-  const std::vector<std::byte> file = read_file(options.in);
+  check_output(options.in, options.out, options.output);
+  const std::vector<std::byte> file =
+      read_file(options.in, [&](std::span<const std::byte> first, auto) { check_first(options, first); });
   const Input input = read_input(options, file);
   const std::unique_ptr<BenchBackend> backend = make_backend(options.backend);
   // The drivers want element alignment, and a .npy view has it only by luck: copy into the backend on the CPU too.
@@ -90,6 +117,15 @@ void encode(const EncodeOptions& options) {
   if (options.pack) frame = pack(frame);
   const std::span<const std::byte> parts[] = {frame};
   write_file(options.out, parts);
+  if (!options.output.tells()) return;  // the error takes a decoding
+  tell(options.output, {.in = options.in,
+                        .out = options.out,
+                        .bytes_in = file.size(),
+                        .bytes_out = frame.size(),
+                        .elements = input.count,
+                        .compressed_bytes = frame.size(),
+                        .error = error_of(input, fitted, *backend, {message, plan.message_bytes()}, options),
+                        .more = {{"codec", fitted.wire_spec()}, {"packed", options.pack}}});
 }
 
 }  // namespace
@@ -112,7 +148,7 @@ void add_encode(CLI::App& app, Action& action) {
                     "Use the codec's defaults; otherwise one that learns is fitted to IN first");
   command->add_flag("--pack", options->pack,
                     "Entropy-code the file as a whole (Zstandard); decode and inspect see it by themselves");
-  add_force(*command, options->force);
+  add_output(*command, options->output);
   add_device(*command, options->backend);
   command->footer("Example:\n  gradwire encode --codec qsgd:bits=4 --seed 1 --step 7 g.npy g.gw");
   command->callback([&action, options] { action = [options] { encode(*options); }; });

@@ -54,6 +54,11 @@ double packing_ratio(const FileSize& file, const Head& head) {
   return static_cast<double>(head.total_bytes) / static_cast<double>(file.bytes);
 }
 
+// fp32 bytes / bytes sent, of the message, or of the file that it is packed in.
+double ratio(uint64_t elements, uint64_t bytes) {
+  return 4.0 * static_cast<double>(elements) / static_cast<double>(bytes);
+}
+
 void print_json(const std::string& path, const FileSize& file, const Head& head, const std::string& body_verdict) {
   const uint64_t elements = elements_of(head);
   nlohmann::ordered_json row = {{"file", path},
@@ -76,6 +81,8 @@ void print_json(const std::string& path, const FileSize& file, const Head& head,
                                 {"body_check", fmt::format("{:016x}", head.body_check)},
                                 {"body_check_verdict", body_verdict},
                                 {"elements", elements},
+                                {"ratio", ratio(elements, head.total_bytes)},
+                                {"file_ratio", ratio(elements, file.bytes)},
                                 {"bits_per_element", bits(head.total_bytes, elements)}};
   row["tensors"] = nlohmann::ordered_json::array();
   for (size_t i = 0; i < head.tensors.size(); ++i) {
@@ -95,7 +102,7 @@ void print_json(const std::string& path, const FileSize& file, const Head& head,
          {"body_bytes", tensor.codec.bytes(tensor.count)},
          {"bits_per_element", bits(tensor.codec.bytes(tensor.count), tensor.count)}});
   }
-  print(row.dump() + "\n");
+  print(row.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n");
 }
 
 void print_page(const std::string& path, const FileSize& file, const Head& head, const std::string& body_verdict) {
@@ -103,8 +110,8 @@ void print_page(const std::string& path, const FileSize& file, const Head& head,
   const auto line = [](const char* name, const std::string& value) { print(fmt::format("{:<18}{}\n", name, value)); };
   line("file", path);
   if (file.packed)
-    line("packed", fmt::format("{} bytes, unpacked {}, ratio {:.3f}", human_count(file.bytes),
-                               human_count(head.total_bytes), packing_ratio(file, head)));
+    line("packed", fmt::format("{} bytes in the file, {} unpacked; ratio of the file {:.2f}", human_count(file.bytes),
+                               human_count(head.total_bytes), ratio(elements, file.bytes)));
   line("magic", "GWIR");
   line("version", std::to_string(head.version));
   line("flags", "0");
@@ -118,6 +125,7 @@ void print_page(const std::string& path, const FileSize& file, const Head& head,
   line("elements", fmt::format("{} in {} tensor{}, {} codec{}", human_count(elements), head.tensors.size(),
                                head.tensors.size() == 1 ? "" : "s", head.spec_count, head.spec_count == 1 ? "" : "s"));
   line("bits per element", fmt::format("{:.4f} (every byte counted)", bits(head.total_bytes, elements)));
+  line("ratio", fmt::format("{:.2f} (fp32 bytes / bytes of the message)", ratio(elements, head.total_bytes)));
   if (head.tensors.size() == 1) {
     const TensorSpec& tensor = head.tensors[0];
     line("codec", tensor.codec.wire_spec());
@@ -146,10 +154,19 @@ void print_page(const std::string& path, const FileSize& file, const Head& head,
   print("\n" + table.str());
 }
 
-void inspect(const std::string& path, bool json) {
-  const MessageFile file = read_message(path);
+struct InspectOptions {
+  std::string file;
+  uint64_t max_elements = kMaxElements;
+  bool json = false;
+};
+
+void inspect(const InspectOptions& options) {
+  const std::string& path = options.file;
+  const MessageFile file = read_message(path, options.max_elements);
   const std::vector<std::byte>& message = file.message;
-  const Head head = named(path, [&] { return read_head(message); });
+  Limits limits;
+  limits.max_elements = options.max_elements;
+  const Head head = named(path, [&] { return read_head(message, limits); });
   std::string verdict = "ok";
   std::unique_ptr<Error> altered;
   try {
@@ -158,7 +175,7 @@ void inspect(const std::string& path, bool json) {
     verdict = "wrong: the body was altered";
     altered = std::make_unique<Error>(error);
   }
-  if (json) {
+  if (options.json) {
     print_json(path, {file.file_bytes, file.packed}, head, altered ? "wrong" : "ok");
   } else {
     print_page(path, {file.file_bytes, file.packed}, head, verdict);
@@ -170,15 +187,12 @@ void inspect(const std::string& path, bool json) {
 
 void add_inspect(CLI::App& app, Action& action) {
   CLI::App* command = app.add_subcommand("inspect", "Show every field of a frame and check its checksums");
-  struct InspectOptions {
-    std::string file;
-    bool json = false;
-  };
   auto options = std::make_shared<InspectOptions>();
   add_file(*command, "FILE", options->file, "The frame, or - for stdin");
+  add_whole(*command, "--max-elements", options->max_elements, 0, UINT64_MAX, "Refuse frames that claim more elements");
   command->add_flag("--json", options->json, "One JSON object");
   command->footer("Example:\n  gradwire inspect g.gw");
-  command->callback([&action, options] { action = [options] { inspect(options->file, options->json); }; });
+  command->callback([&action, options] { action = [options] { inspect(*options); }; });
 }
 
 }  // namespace gradwire::app

@@ -98,9 +98,13 @@ bool looks_like_npy(std::span<const std::byte> file) {
   return file.size() >= kMagic.size() && std::memcmp(file.data(), kMagic.data(), kMagic.size()) == 0;
 }
 
+void expect_npy(std::span<const std::byte> first, const std::string& path) {
+  if (!looks_like_npy(first)) bad(path, "magic", "the file does not begin with \\x93NUMPY");
+}
+
 NpyArray parse_npy(std::span<const std::byte> file, const std::string& path) {
   const auto byte_at = [&](size_t i) { return static_cast<uint32_t>(file[i]); };
-  if (!looks_like_npy(file)) bad(path, "magic", "the file does not begin with \\x93NUMPY");
+  expect_npy(file, path);
   if (file.size() < 10) bad(path, "header", fmt::format("the file ends after {} bytes", file.size()));
   const uint32_t version = byte_at(6);
   if (version < 1 || version > 3) bad(path, "version", fmt::format("{}.{}, expected 1, 2 or 3", version, byte_at(7)));

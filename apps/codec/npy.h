@@ -24,6 +24,9 @@ struct NpyArray {
 
 bool looks_like_npy(std::span<const std::byte> file);
 
+// Error{frame} unless the first bytes of a file are those of a .npy file.
+void expect_npy(std::span<const std::byte> first, const std::string& path);
+
 // Error{frame} for a damaged file, Error{usage} for an element type that is not supported; both name the field.
 NpyArray parse_npy(std::span<const std::byte> file, const std::string& path);
 

@@ -84,6 +84,10 @@ constexpr Column kColumns[] = {
     MEMORY(gradients),
     MEMORY(residuals),
     MEMORY(messages),
+    {"gradwire", [](const Run& run, const Epoch&) { return cell(run.version); }},
+    RUN(commit),
+    RUN(date),
+    RUN(host),
 };
 
 }  // namespace

@@ -39,7 +39,7 @@ json curve_of(const Series& series) {
     for (const double link : kLinks) seconds.push_back(point.seconds_on(link));
     curve.push_back({{"epoch", point.epoch},
                      {"value", object_of(point.value)},
-                     {"loss", point.train_loss},
+                     {"step", point.steps},
                      {"bytes", point.bytes},
                      {"seconds", seconds}});
   }
@@ -70,6 +70,8 @@ json run_of(const Run& run, size_t series) {
                    {"residuals", run.memory.residuals},
                    {"messages", run.memory.messages}}}};
   if (!run.command.empty()) object["command"] = run.command;
+  if (!run.version.empty())
+    object["made"] = {{"version", run.version}, {"commit", run.commit}, {"date", run.date}, {"host", run.host}};
   return object;
 }
 
@@ -78,6 +80,8 @@ json series_of(const Series& series) {
                  {"codec", series.first().codec},
                  {"collective", series.first().collective},
                  {"group", series.group},
+                 {"colour", series.colour},
+                 {"variant", series.variant},
                  {"partial", series.partial},
                  {"runs", series.runs.size()},
                  {"counted", series.counted.size()},
@@ -90,6 +94,11 @@ json series_of(const Series& series) {
                  {"bytes", series.bytes},
                  {"skipped", series.skipped},
                  {"wall", series.seconds.wall},
+                 {"compute",
+                  {{"median", series.compute.median},
+                   {"least", series.compute.least},
+                   {"most", series.compute.most},
+                   {"runs", series.compute.runs}}},
                  {"split", {series.seconds.compute, series.seconds.encode, series.seconds.wait, series.seconds.decode}},
                  {"curve", curve_of(series)},
                  {"bits_least", series.bits_least},
@@ -112,7 +121,10 @@ json data_of(const Comparison& comparison) {
                {"series", json::array()},
                {"runs", json::array()}};
   for (const RunGroup& group : comparison.groups)
-    data["groups"].push_back({{"task", group.task}, {"model", group.model}, {"metric", name_of(group.metric)}});
+    data["groups"].push_back({{"task", group.task},
+                              {"model", group.model},
+                              {"metric", name_of(group.metric)},
+                              {"variants", group.variants}});
   for (size_t i = 0; i < comparison.series.size(); ++i) {
     data["series"].push_back(series_of(comparison.series[i]));
     for (const Run* run : comparison.series[i].runs) data["runs"].push_back(run_of(*run, i));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plots for papers: PNG at 300 dots per inch for a column of six inches, drawn by gnuplot. A series has a colour
-// (Okabe-Ito), dashes and marks of its own, so that a grey print keeps the series apart. Bars range from the least to
-// the greatest value over seeds.
+// Plots for papers: PNG at 300 dots per inch for a column of six inches, drawn by gnuplot. A codec has a colour
+// (Okabe-Ito) and marks of its own and a collective its dashes, so that a grey print keeps the series apart. Bars range
+// from the least to the greatest value over seeds.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -31,9 +31,13 @@ std::string head(int width, int height) {
       width, height);
 }
 
-std::string style(size_t series) {
-  return fmt::format("lc rgb '{}' dt {} pt {} ps 1 lw 1.4", kColours[series % std::size(kColours)],
-                     kDashes[series % std::size(kDashes)], kMarks[series % std::size(kMarks)]);
+const char* colour(const Series& series) { return kColours[series.colour % std::size(kColours)]; }
+
+// As in the page: colour and mark say the codec; dashes say the collective where there are several.
+std::string style(const Series& series, const RunGroup& group) {
+  const size_t dash = group.variants > 1 ? series.variant : series.colour;
+  return fmt::format("lc rgb '{}' dt {} pt {} ps 1 lw 1.4", colour(series), kDashes[dash % std::size(kDashes)],
+                     kMarks[series.colour % std::size(kMarks)]);
 }
 
 std::string title(const Series& series) { return gnuplot_text(series.label + (series.partial ? " (unfinished)" : "")); }
@@ -78,10 +82,10 @@ std::string curves(const Comparison& comparison, const RunGroup& group, const st
     data += fmt::format("$s{} << EOD\n{}EOD\n", n, block);
     const size_t stride = (series.curve.size() + 11) / 12;  // about ten marks identify a line; more would cover it
     plot += fmt::format("{}$s{} using 1:2 with linespoints {} pi {} title {}", plot.empty() ? "plot " : ", ", n,
-                        style(n), stride, title(series));
+                        style(series, group), stride, title(series));
     if (series.counted.size() > 1)
       plot += fmt::format(", $s{} every {} using 1:3:(0):($4-$3) with vectors nohead lc rgb '{}' dt 1 lw 1 notitle", n,
-                          stride, kColours[n % std::size(kColours)]);
+                          stride, colour(series));
   }
   if (plot.empty()) return {};
   std::string text = head(1800, 1260) + data;
@@ -111,8 +115,8 @@ std::string layer_errors(const Comparison& comparison, const RunGroup& group) {
     }
     if (block.empty()) continue;
     data += fmt::format("$s{} << EOD\n{}EOD\n", n, block);
-    plot += fmt::format("{}$s{} using 1:2 with points {} title {}", plot.empty() ? "plot " : ", ", n, style(n),
-                        title(series));
+    plot += fmt::format("{}$s{} using 1:2 with points {} title {}", plot.empty() ? "plot " : ", ", n,
+                        style(series, group), title(series));
   }
   if (plot.empty()) return {};
   std::string tics;
@@ -154,8 +158,7 @@ std::vector<Plot> draw_plots(const Comparison& comparison) {
     const auto add = [&](const std::string& name, const std::string& script) {
       if (!script.empty()) plots.push_back({name + suffix + ".png", gnuplot(script)});
     };
-    add(metric + "-epochs",
-        curves(comparison, group, "epoch", false, [](const Point& p) { return static_cast<double>(p.epoch); }));
+    add(metric + "-epochs", curves(comparison, group, "epoch", false, [](const Point& p) { return p.epoch; }));
     add(metric + "-bytes",
         curves(comparison, group, "megabytes sent by one worker", true, [](const Point& p) { return p.bytes / 1e6; }));
     add(metric + fmt::format("-time-{}Gbps", kPlotLink),

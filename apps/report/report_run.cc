@@ -91,6 +91,21 @@ class Fields {
   std::string where_;
 };
 
+RunSeconds parse_seconds(const Fields& in) {
+  const Fields seconds(in.at("seconds"), in.path("seconds"));
+  return {seconds.number("wall"), seconds.number("compute"), seconds.number("encode"), seconds.number("wait"),
+          seconds.number("decode")};
+}
+
+Evaluation parse_evaluation(const Fields& in) {
+  return {.epoch = in.number("epoch"),
+          .step = in.whole("step"),
+          .test_loss = in.number_or_nan("test_loss", -kAny),
+          .test_accuracy = in.number("test_accuracy", 0, 1),
+          .bytes_sent = in.number("bytes_sent"),
+          .seconds = parse_seconds(in)};
+}
+
 Epoch parse_epoch(const Fields& in) {
   Epoch epoch;
   epoch.epoch = in.whole("epoch", 1);
@@ -102,9 +117,7 @@ Epoch parse_epoch(const Fields& in) {
   epoch.test_accuracy = in.number("test_accuracy", 0, 1);
   epoch.bytes_sent = in.number("bytes_sent");
   epoch.bits = in.number("bits");
-  const Fields seconds(in.at("seconds"), in.path("seconds"));
-  epoch.seconds = {seconds.number("wall"), seconds.number("compute"), seconds.number("encode"), seconds.number("wait"),
-                   seconds.number("decode")};
+  epoch.seconds = parse_seconds(in);
   return epoch;
 }
 
@@ -162,7 +175,18 @@ Run parse_run(const json& record) {
   run.weights = in.text("weights");
   run.skipped_steps = in.whole("skipped_steps");
   run.metric = parse_metric(in);
-  if (in.has("command")) run.command = in.text("command");
+  // What older records do not have.
+  const std::pair<const char*, std::string*> texts[] = {{"command", &run.command},
+                                                        {"gradwire", &run.version},
+                                                        {"commit", &run.commit},
+                                                        {"date", &run.date},
+                                                        {"host", &run.host}};
+  for (const auto& [name, text] : texts)
+    if (in.has(name)) *text = in.text(name);
+  if (in.has("points"))
+    in.each("points", [&](const json& value, const std::string& where) {
+      run.points.push_back(parse_evaluation(Fields(value, where)));
+    });
 
   in.each("epochs", [&](const json& value, const std::string& where) {
     run.epochs.push_back(parse_epoch(Fields(value, where)));
@@ -200,16 +224,21 @@ const char* name_of(Metric metric) {
   return "";
 }
 
-double value_of(const Epoch& epoch, Metric metric) {
+double value_of(const Evaluation& point, Metric metric) {
   switch (metric) {
     case Metric::accuracy:
-      return epoch.test_accuracy;
+      return point.test_accuracy;
     case Metric::loss:
-      return epoch.test_loss;
+      return point.test_loss;
     case Metric::perplexity:
-      return std::exp(epoch.test_loss);
+      return std::exp(point.test_loss);
   }
   return std::nan("");
+}
+
+double value_of(const Epoch& epoch, Metric metric) {
+  return value_of(Evaluation{.test_loss = epoch.test_loss, .test_accuracy = epoch.test_accuracy, .seconds = {}},
+                  metric);
 }
 
 double ratio_of(const Run& run) {

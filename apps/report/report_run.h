@@ -24,6 +24,15 @@ struct Epoch {
   RunSeconds seconds;
 };
 
+// The model on the test set before its epoch had ended.
+struct Evaluation {
+  double epoch = 0;  // with a fraction
+  uint64_t step = 0;
+  double test_loss = 0, test_accuracy = 0;
+  double bytes_sent = 0;  // as in Epoch
+  RunSeconds seconds;
+};
+
 struct TensorError {
   std::string name;
   uint64_t elements = 0;
@@ -51,11 +60,13 @@ enum class Metric { accuracy, loss, perplexity };
 
 struct Run {
   std::string codec, canonical, task, model, collective, device, machine, engine, optimizer, schedule, weights, command;
+  std::string version, commit, date, host;  // of the program that made it; empty in older records
   uint64_t seed = 0, workers = 0, batch = 0, parameters = 0, skipped_steps = 0;
   double rate = 0;
   bool finished = false;
   Metric metric = Metric::accuracy;
   std::vector<Epoch> epochs;
+  std::vector<Evaluation> points;  // between the ends of epochs
   std::vector<std::pair<uint64_t, double>> bits_over_time;
   std::vector<Measurement> layers;
   std::vector<LearnedTable> tables;
@@ -66,6 +77,7 @@ Run parse_run(const nlohmann::json& record);
 
 const char* name_of(Metric metric);
 double value_of(const Epoch& epoch, Metric metric);
+double value_of(const Evaluation& point, Metric metric);
 
 // fp32 bytes / bytes sent, where the fp32 bytes are those that a worker sends without compression in as many steps with
 // the same collective. NaN if nothing was sent.

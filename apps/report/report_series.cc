@@ -66,22 +66,73 @@ double mean_bits(const Run& run) {
   return before == 0 ? run.epochs.back().bits : sum / static_cast<double>(before);
 }
 
+// All evaluations of a run, those at the ends of epochs among them. A run of fewer steps ends within its last epoch, and
+// that end stands where it belongs among the others.
+std::vector<Evaluation> evaluations_of(const Run& run) {
+  std::vector<Evaluation> all = run.points;
+  const auto place_of = [&](const Epoch& epoch) {
+    const double whole = static_cast<double>(epoch.epoch);
+    if (run.points.empty() || run.points.front().step == 0) return whole;
+    const double epochs_per_step = run.points.front().epoch / static_cast<double>(run.points.front().step);
+    const double place = epochs_per_step * static_cast<double>(epoch.step);
+    return place < whole - 1e-6 ? place : whole;
+  };
+  for (const Epoch& epoch : run.epochs)
+    all.push_back({.epoch = place_of(epoch),
+                   .step = epoch.step,
+                   .test_loss = epoch.test_loss,
+                   .test_accuracy = epoch.test_accuracy,
+                   .bytes_sent = epoch.bytes_sent,
+                   .seconds = epoch.seconds});
+  return all;
+}
+
 std::vector<Point> curve_of(const Series& series) {
-  std::map<uint64_t, std::vector<const Epoch*>> by_epoch;
+  std::map<double, std::vector<Evaluation>> by_epoch;
   for (const Run* run : series.counted)
-    for (const Epoch& epoch : run->epochs) by_epoch[epoch.epoch].push_back(&epoch);
+    for (const Evaluation& one : evaluations_of(*run)) by_epoch[one.epoch].push_back(one);
   std::vector<Point> curve;
-  for (const auto& [number, epochs] : by_epoch) {
-    std::vector<double> value, loss, bytes, busy;
-    for (const Epoch* epoch : epochs) {
-      value.push_back(value_of(*epoch, series.first().metric));
-      loss.push_back(epoch->train_loss);
-      bytes.push_back(epoch->bytes_sent);
-      busy.push_back(epoch->seconds.compute + epoch->seconds.encode + epoch->seconds.decode);
+  for (const auto& [epoch, evaluations] : by_epoch) {
+    std::vector<double> value, bytes, busy, steps;
+    for (const Evaluation& one : evaluations) {
+      const double step = static_cast<double>(one.step);
+      value.push_back(value_of(one, series.first().metric));
+      bytes.push_back(one.bytes_sent);
+      busy.push_back(series.compute.median * step + one.seconds.encode + one.seconds.decode);
+      steps.push_back(step);
     }
-    curve.push_back({number, statistic_of(value), mean(loss), mean(bytes), mean(busy)});
+    curve.push_back({epoch, statistic_of(value), mean(bytes), mean(busy), mean(steps)});
   }
   return curve;
+}
+
+// Of what the compute time of a step depends on. With qadam it includes the codec of the weights, so codecs are not
+// pooled.
+std::vector<std::string> compute_key(const Series& series) {
+  std::vector<std::string> key;
+  for (const auto& [name, value] : series.settings) {
+    const bool own_codec = name == "codec" && series.first().optimizer == "qadam";
+    if (own_codec || !std::set<std::string>{"codec", "collective", "rate", "schedule", "epochs"}.contains(name))
+      key.push_back(value);
+  }
+  return key;
+}
+
+void fill_compute(std::vector<Series>& all) {
+  std::map<std::vector<std::string>, std::vector<double>> seconds;
+  for (const Series& series : all)
+    for (const Run* run : series.counted)
+      if (!run->epochs.empty() && run->epochs.back().step > 0)
+        seconds[compute_key(series)].push_back(run->epochs.back().seconds.compute /
+                                               static_cast<double>(run->epochs.back().step));
+  for (auto& [key, values] : seconds) std::sort(values.begin(), values.end());
+  for (Series& series : all) {
+    const auto found = seconds.find(compute_key(series));
+    if (found == seconds.end()) continue;
+    const std::vector<double>& sorted = found->second;
+    const size_t n = sorted.size();
+    series.compute = {(sorted[(n - 1) / 2] + sorted[n / 2]) / 2, sorted.front(), sorted.back(), n};
+  }
 }
 
 // Too many points for a chart. A point says that the bits hold from its step until the next point, so a bin of equally
@@ -167,7 +218,6 @@ void fill(Series& series) {
       last([](const Epoch& e) { return e.seconds.wall; }), last([](const Epoch& e) { return e.seconds.compute; }),
       last([](const Epoch& e) { return e.seconds.encode; }), last([](const Epoch& e) { return e.seconds.wait; }),
       last([](const Epoch& e) { return e.seconds.decode; })};
-  series.curve = curve_of(series);
   fill_bits(series);
   fill_layers(series);
 }
@@ -240,6 +290,37 @@ void fill_labels(Comparison& comparison) {
   }
 }
 
+// The place of `key` in a list that grows with every new one.
+template <class Key>
+size_t number_of(std::vector<Key>& known, const Key& key) {
+  const auto found = std::find(known.begin(), known.end(), key);
+  if (found != known.end()) return static_cast<size_t>(found - known.begin());
+  known.push_back(key);
+  return known.size() - 1;
+}
+
+// The colour and the mark of a series say its codec, and its dashes say what else tells it from others of that codec.
+void fill_looks(Comparison& comparison) {
+  const auto distinguishes = [&](const std::string& name) {
+    const auto& varied = comparison.varied;
+    return std::find(varied.begin(), varied.end(), name) != varied.end() &&
+           !std::set<std::string>{"task", "model", "metric", "parameters"}.contains(name);  // those are the group's
+  };
+  for (RunGroup& group : comparison.groups) {
+    std::vector<std::string> codecs;
+    std::vector<std::vector<std::string>> variants;
+    for (const size_t index : group.series) {
+      Series& series = comparison.series[index];
+      std::vector<std::string> variant;
+      for (const auto& [name, value] : series.settings)
+        if (distinguishes(name) && !value.empty()) variant.push_back(value);
+      series.colour = number_of(codecs, series.first().canonical);
+      series.variant = number_of(variants, variant);
+    }
+    group.variants = variants.size();
+  }
+}
+
 void fill_reference(Series& series, const std::vector<Series>& all) {
   size_t most = 0;
   for (size_t i = 0; i < all.size(); ++i) {
@@ -298,6 +379,8 @@ Comparison compare_runs(const std::vector<Run>& runs) {
   Comparison comparison;
   comparison.series = make_series(runs);
   for (Series& series : comparison.series) fill(series);
+  fill_compute(comparison.series);
+  for (Series& series : comparison.series) series.curve = curve_of(series);
   std::stable_sort(comparison.series.begin(), comparison.series.end(), [](const Series& a, const Series& b) {
     const auto key = [](const Series& s) {
       const Run& run = s.first();
@@ -307,6 +390,7 @@ Comparison compare_runs(const std::vector<Run>& runs) {
   });
   fill_groups(comparison);
   fill_labels(comparison);
+  fill_looks(comparison);
   for (Series& series : comparison.series) fill_reference(series, comparison.series);
   return comparison;
 }

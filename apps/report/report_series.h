@@ -7,8 +7,10 @@
 // The reference of a series is the fp32 series of its group and number of workers with the most settings in common.
 // Differences from it are paired: the mean, over seeds that both have, of this run's final value minus that run's.
 //
-// Projected time on a link is compute + encode + decode (measured processor time of one worker) + the bytes that one
-// worker sends over the link's bandwidth, nothing overlapped.
+// Projected time on a link is compute + encode + decode (processor time of one worker) + the bytes that one worker
+// sends over the link's bandwidth, nothing overlapped. Encode and decode are as measured. A model computes the same
+// whatever the codec, and what was measured differs by the noise of the machine: compute is one number for all series
+// that differ in nothing but codec, collective and rate, the median over their runs of the time of one step.
 #pragma once
 
 #include <optional>
@@ -28,11 +30,18 @@ struct Statistic {
 };
 Statistic statistic_of(const std::vector<double>& values);
 
-struct Point {  // the end of an epoch
-  uint64_t epoch = 0;
+struct Point {  // the end of an epoch, or an evaluation within one
+  double epoch = 0;
   Statistic value;
-  double train_loss = 0, bytes = 0, busy = 0;  // means; busy: compute + encode + decode
+  double bytes = 0, busy = 0;  // means; busy: compute + encode + decode
+  double steps = 0;
   double seconds_on(double gigabits) const { return busy + bytes * 8 / (gigabits * 1e9); }
+};
+
+// Seconds of compute in one step, over the runs of all series that compute the same.
+struct ComputeTime {
+  double median = 0, least = 0, most = 0;
+  size_t runs = 0;
 };
 
 struct Series {
@@ -42,6 +51,8 @@ struct Series {
   std::vector<const Run*> counted;                            // those that the statistics are over
   bool partial = false;
   size_t group = 0;
+  size_t colour = 0;   // number of its codec within the group
+  size_t variant = 0;  // number of its other settings within the group, such as the collective
 
   Statistic final_value;
   std::optional<size_t> reference;      // index of the fp32 series
@@ -49,6 +60,7 @@ struct Series {
   double bits = 0, bytes = 0, skipped = 0;
   double ratio = 0;  // fp32 bytes / bytes sent, mean over runs
   RunSeconds seconds;
+  ComputeTime compute;
   std::vector<Point> curve;
   std::optional<size_t> target;                             // index into curve: where target_of(reference) is reached
   std::vector<std::pair<uint64_t, double>> bits_over_time;  // drawn: at most a few hundred points
@@ -63,6 +75,7 @@ struct RunGroup {
   std::string task, model;
   Metric metric = Metric::accuracy;
   std::vector<size_t> series;
+  size_t variants = 1;  // above 1, dashes tell them apart; otherwise dashes tell codecs apart, as colours do
 };
 
 struct Comparison {

@@ -2,9 +2,12 @@
 // `gradwire compare`: the same training with several codecs and seeds. Runs are paired: a seed means the same weights,
 // samples and order for every codec. Each run leaves a record in DIR/runs; one that is finished is not repeated, one
 // that was stopped goes on. The report is written anew after every run, so that there is always one to look at.
+#include <fmt/chrono.h>
 #include <fmt/format.h>
+#include <unistd.h>
 #include <xxhash.h>
 
+#include <ctime>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -13,8 +16,10 @@
 #include "cli/command.h"
 #include "cli/files.h"
 #include "cli/options.h"
+#include "cli/version.h"
 #include "gradwire/error.h"
 #include "gradwire/rules.h"
+#include "gradwire/version.h"
 #include "report/report.h"
 #include "report/report_run.h"
 #include "train/console_reporter.h"
@@ -61,6 +66,11 @@ std::vector<train::Settings> runs_of(const CompareOptions& options) {
   return list;
 }
 
+std::string folder_again(std::string folder) {
+  while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
+  return folder + "-again";
+}
+
 // A record that is damaged or of other settings is as good as none: the run is done again.
 std::optional<nlohmann::json> finished_run(const std::string& path, const train::Settings& settings) {
   if (!fs::exists(path)) return std::nullopt;
@@ -90,6 +100,29 @@ void expect_different(const CompareOptions& options) {
   if (std::set(options.collectives.begin(), options.collectives.end()).size() < options.collectives.size())
     throw Error(ErrorKind::usage, fmt::format("collective is '{}' twice; give each once", options.collectives.front()),
                 "collective");
+}
+
+// Which program made a record, when and where, and how it is made again.
+void note_origin(nlohmann::json& record, std::time_t begun, const std::string& command) {
+  char host[256] = {};
+  record["gradwire"] = std::string(kVersionString);
+  if (!commit_text().empty()) record["commit"] = commit_text();
+  record["date"] = fmt::format("{:%FT%TZ}", fmt::gmtime(begun));
+  if (::gethostname(host, sizeof host - 1) == 0 && host[0] != '\0') record["host"] = host;
+  record["command"] = command;
+}
+
+// The same command with another folder for its output: in the same folder it would find every run finished. The
+// launcher of MPI processes is not part of a process's own words.
+std::string repeating_command(const CompareOptions& options) {
+  std::vector<std::string> words = command_words();
+  for (size_t i = 0; i < words.size(); ++i) {
+    if (words[i] == "--out" && i + 1 < words.size()) words[i + 1] = folder_again(options.out);
+    if (words[i].starts_with("--out=")) words[i] = "--out=" + folder_again(options.out);
+  }
+  if (options.training.engine == "mpi")
+    words.insert(words.begin(), {"mpirun", "-n", std::to_string(options.training.settings.workers)});
+  return quoted_line(words);
 }
 
 void make_folder(const std::string& folder) {
@@ -122,7 +155,7 @@ void compare(const CompareOptions& options, Engine* engine) {
     }
     train::RunPlaces places = options.training.places;
     places.checkpoint = folder + "/checkpoint";
-    places.resume = true;
+    places.resume_previous = true;
     if (leads) make_folder(folder);
     ConsoleReporter reporter(options.training.json);
     reporter.prefix(fmt::format("run {}/{}: ", i + 1, list.size()));
@@ -130,14 +163,15 @@ void compare(const CompareOptions& options, Engine* engine) {
       print(fmt::format("{}run {} of {}, seed {}: ", i > 0 ? "\n" : "", i + 1, list.size(), settings.seed));
     train::Listener listener;
     if (leads) listener = [&](const nlohmann::json& event) { reporter.listen(event); };
+    const std::time_t begun = std::time(nullptr);
     nlohmann::json record = train::run({task, settings, places, listener, stop}, engine);
     auto finished = static_cast<std::byte>(leads && record["finished"].get<bool>());
     if (engine) engine->broadcast({&finished, 1}, 0).wait();
     stopped = finished == std::byte{0};
     if (!leads) continue;
-    record["command"] = command_line();
+    note_origin(record, begun, repeating_command(options));
     records.push_back(record);
-    write_file(path, record.dump(1) + "\n");
+    write_file(path, record.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
     if (!stopped) fs::remove_all(places.checkpoint);
     if (!record["epochs"].empty()) write_report(options.out, records, false);
   }

@@ -78,6 +78,10 @@ void ConsoleReporter::start(const nlohmann::json& event) {
                     event["model"].get<std::string>(), human_count(event["parameters"]), event["workers"].get<int>(),
                     event["workers"] == 1 ? "" : "s", event["batch"].get<int>(), event["device"].get<std::string>(),
                     way));
+  if (event.contains("set_aside"))
+    print_note(fmt::format("the checkpoint of step {} is damaged and was set aside as {}: {}",
+                           event["set_aside"]["step"].get<uint64_t>(), event["set_aside"]["path"].get<std::string>(),
+                           event["set_aside"]["why"].get<std::string>()));
   if (event["first_step"] > 0)
     print(fmt::format("going on from step {} of {}\n", event["first_step"].get<uint64_t>(),
                       event["total_steps"].get<uint64_t>()));

@@ -20,8 +20,11 @@ void train_one(const TrainingOptions& options, Engine* engine) {
   const std::atomic<bool>& stop = catch_interrupts();
   const bool leads = !engine || engine->rank() == 0;
   options.settings.check();
-  if (options.places.checkpoint.empty() && (options.places.resume || options.places.save_every > 0)) {
-    const char* given = options.places.resume ? "resume" : "save-every";
+  if (options.places.checkpoint.empty() &&
+      (options.places.resume || options.places.resume_previous || options.places.save_every > 0)) {
+    const char* given = options.places.resume            ? "resume"
+                        : options.places.resume_previous ? "resume-previous"
+                                                         : "save-every";
     throw Error(ErrorKind::usage, fmt::format("{} is given; it needs --checkpoint DIR", given), given);
   }
   const train::Task task = train::load_task(options.settings.task, options.settings.task_options(options.places.data));
@@ -41,8 +44,8 @@ void train_one(const TrainingOptions& options, Engine* engine) {
 
 void train_for_server(TrainingOptions& options) {
   const auto given = [&](const char* name) { return options.command->get_option(name)->count() > 0; };
-  for (const char* name : {"--engine", "--checkpoint", "--resume", "--save-every", "--check", "--meter-every",
-                           "--collective", "--feedback", "--residual"})
+  for (const char* name : {"--engine", "--checkpoint", "--resume", "--resume-previous", "--save-every", "--check",
+                           "--meter-every", "--collective", "--feedback", "--residual"})
     if (given(name))
       throw Error(ErrorKind::usage,
                   fmt::format("{} is given; it is not allowed with --server, which decides it", name + 2), name + 2);
@@ -100,6 +103,8 @@ void add_train(CLI::App& app, Action& action) {
       ->type_name("DIR");
   command->add_flag("--resume", options->places.resume,
                     "Continue from the newest checkpoint in that directory, if there is one");
+  command->add_flag("--resume-previous", options->places.resume_previous,
+                    "Like --resume; a newest checkpoint that is damaged is set aside, and the one before it is used");
   command
       ->add_option("--export", options->places.export_to,
                    "Write the final weights to this file, for torch.load in Python")

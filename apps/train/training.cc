@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "cli/command.h"
+#include "cli/console.h"
 #include "cli/mpi_session.h"
 #include "cli/options.h"
 #include "gradwire/error.h"
@@ -116,6 +117,8 @@ void add_training(CLI::App& command, TrainingOptions& options) {
   command.option_defaults()->group("Checkpoints and output");
   add_whole(command, "--save-every", p.save_every, 0, uint64_t{1} << 40,
             "Steps between two checkpoints; 0: one per epoch");
+  add_whole(command, "--evaluate-every", p.evaluate_every, 0, uint64_t{1} << 40,
+            "Steps between two evaluations on the test set within an epoch; 0: only at the end of each epoch");
   add_whole(command, "--meter-every", p.meter_every, 0, uint64_t{1} << 40,
             "Steps between two measurements of the error of each tensor; 0: one per epoch");
   command.add_flag("--check", p.check, "Compare a hash of all workers' weights after every step");
@@ -144,17 +147,30 @@ void fill_in(TrainingOptions& options) {
   if (!given("--clip") && s.model.starts_with("gpt")) s.clip = 1;
 }
 
+// With mpirun the launcher decides the number of workers; another number would be dropped without a word.
+static void expect_workers(const TrainingOptions& options, int processes) {
+  const int workers = options.settings.workers;
+  if (options.command->get_option("--workers")->count() == 0 || workers == processes) return;
+  throw Error(ErrorKind::usage,
+              fmt::format("workers is {}; with --engine mpi the launcher decides it, and it has started {} process{}; "
+                          "start it with mpirun -n {}, or leave --workers out",
+                          workers, processes, processes == 1 ? "" : "es", workers),
+              "workers");
+}
+
 void with_engine(const TrainingOptions& options, const std::function<void(Engine*)>& body) {
   if (options.engine == "loopback") return body(nullptr);
   MpiSession session;
+  if (session.engine().size() == 1) expect_workers(options, 1);  // no launcher: one line and no MPI_Abort
   try {
+    expect_workers(options, session.engine().size());
     body(&session.engine());
   } catch (const Interrupted&) {
     throw;
   } catch (const std::exception& error) {
     // Every rank sees the same usage error; one line is enough. Other errors are this rank's own.
     const int code = exit_code_of(error), rank = session.engine().rank();
-    if (rank == 0 || code != kUsage) std::fprintf(stderr, "gradwire: error: rank %d: %s\n", rank, error.what());
+    if (rank == 0 || code != kUsage) print_error(fmt::format("rank {}: {}", rank, error.what()));
     session.abort(code);
   }
 }

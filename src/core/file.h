@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The atomic replacement of a file. The new contents go to a temporary file in the same folder; finish() flushes it to
-// the disk, renames it over the old file and flushes the folder, so that the name survives a power cut. Until then, and
-// after any failure, the old file is untouched. A path that names something else than a regular file (a device, a
-// pipe, a folder) is refused: a rename would put a file in its place.
+// The writing of files. The new contents go to a temporary file in the same folder; finish() flushes it to the disk,
+// renames it over the old file and flushes the folder, so that the name survives a power cut. Until then, and after any
+// failure, the old file is untouched.
+//
+// A path may name something else than a file, and a rename would put a file in its place. A symbolic link stays: the
+// file that it leads to is replaced, or made. A device or a pipe is refused, or written to where the caller says so. A
+// folder or a socket is refused.
 //
 //   FileReplacement file("state.bin");
 //   file.write(head);
@@ -21,9 +24,12 @@
 
 namespace gradwire {
 
+// What becomes of a path that names a device or a pipe.
+enum class SpecialFile { refuse, write_to };
+
 class FileReplacement {
  public:
-  explicit FileReplacement(std::string path);
+  explicit FileReplacement(std::string path, SpecialFile special = SpecialFile::refuse);
   ~FileReplacement();  // removes the temporary file unless finish() has renamed it
   FileReplacement(const FileReplacement&) = delete;
   FileReplacement& operator=(const FileReplacement&) = delete;
@@ -31,11 +37,14 @@ class FileReplacement {
   void write(std::span<const std::byte> bytes);
   void finish();  // once, and last
 
-  const std::string& temporary() const { return temporary_; }  // for a handler of signals that removes it
+  // For a handler of signals that removes it; empty where a device or a pipe is written to.
+  const std::string& temporary() const { return temporary_; }
   int descriptor() const { return file_; }
 
  private:
-  std::string path_, temporary_;
+  std::string path_;       // as given, for errors
+  std::string place_;      // what it leads to
+  std::string temporary_;  // beside place_
   int file_ = -1;
 };
 

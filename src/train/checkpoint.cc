@@ -140,6 +140,22 @@ constexpr const char* kWeights = "weights.pt";
 constexpr const char* kState = "state.json";
 constexpr const char* kManifest = "manifest.json";
 
+// What is wrong with a checkpoint, or nothing.
+std::string damage_of(const std::string& folder) {
+  try {
+    const std::string path = folder + "/" + kManifest;
+    const nlohmann::json manifest = parse(path, read(path));
+    if (!manifest.is_object()) return fmt::format("{}: damaged: it is not a list of files", path);
+    for (const char* name : {kState, kWeights}) read_checked(folder, name);
+    for (const auto& [name, entry] : manifest.items()) read_checked(folder, name);
+    return {};
+  } catch (const Error& error) {
+    return error.what();
+  } catch (const std::exception& error) {  // of the JSON library, or of the file system
+    return fmt::format("{}: damaged: {}", folder, error.what());
+  }
+}
+
 }  // namespace
 
 void save_tensors(const std::string& path, const TensorMap& tensors) {
@@ -166,11 +182,52 @@ Checkpoints::Checkpoints(std::string directory, Control& control)
 
 std::string Checkpoints::path_of(uint64_t step) const { return fmt::format("{}/step-{:09}", directory_, step); }
 
-std::optional<uint64_t> Checkpoints::newest() const {
-  std::optional<uint64_t> best;
+std::vector<uint64_t> Checkpoints::steps() const {
+  std::vector<uint64_t> found;
   for (const auto& entry : fs::directory_iterator(directory_))
-    best = std::max(best, step_of(entry.path()));  // nothing is less than any step
-  return best;
+    if (const auto step = step_of(entry.path())) found.push_back(*step);
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+std::optional<uint64_t> Checkpoints::newest() const {
+  const std::vector<uint64_t> found = steps();
+  return found.empty() ? std::nullopt : std::optional(found.back());
+}
+
+// Rank 0 looks and tells the others, so that all ranks go on in the same way.
+std::string Checkpoints::damage(uint64_t step) {
+  char text[1024] = {};
+  control_.together([&] {
+    if (control_.rank() == 0) damage_of(path_of(step)).copy(text, sizeof text - 1);
+  });
+  control_.broadcast(std::as_writable_bytes(std::span(text)));
+  return text;
+}
+
+std::optional<uint64_t> Checkpoints::whole_before(uint64_t step) {
+  struct Found {
+    bool any = false;
+    uint64_t step = 0;
+  } found;
+  control_.together([&] {
+    if (control_.rank() != 0) return;
+    for (const uint64_t other : steps())
+      if (other < step && damage_of(path_of(other)).empty()) found = {.any = true, .step = other};
+  });
+  control_.broadcast(std::as_writable_bytes(std::span(&found, 1)));
+  return found.any ? std::optional(found.step) : std::nullopt;
+}
+
+std::string Checkpoints::set_aside(uint64_t step) {
+  std::string to = path_of(step) + ".damaged";
+  control_.together([&] {
+    if (control_.rank() != 0) return;
+    for (int number = 2; fs::exists(to); ++number) to = fmt::format("{}.damaged-{}", path_of(step), number);
+    if (std::rename(path_of(step).c_str(), to.c_str()) != 0) fail(path_of(step), "set it aside");
+    flush_folder(directory_);
+  });
+  return to;
 }
 
 void Checkpoints::save(uint64_t step, const nlohmann::json& state, const TensorMap& weights, const TensorMap& own,
@@ -223,11 +280,8 @@ void Checkpoints::save(uint64_t step, const nlohmann::json& state, const TensorM
 }
 
 void Checkpoints::prune() const {
-  std::vector<uint64_t> steps;
-  for (const auto& entry : fs::directory_iterator(directory_))
-    if (const auto step = step_of(entry.path())) steps.push_back(*step);
-  std::sort(steps.begin(), steps.end());
-  for (size_t i = 0; i + 2 < steps.size(); ++i) fs::remove_all(path_of(steps[i]));
+  const std::vector<uint64_t> found = steps();
+  for (size_t i = 0; i + 2 < found.size(); ++i) fs::remove_all(path_of(found[i]));
 }
 
 nlohmann::json Checkpoints::state(uint64_t step) const {

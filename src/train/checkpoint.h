@@ -18,6 +18,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "train/control.h"
 #include "train/descent.h"
@@ -29,6 +30,13 @@ class Checkpoints {
   Checkpoints(std::string directory, Control& control);
 
   std::optional<uint64_t> newest() const;  // the last saved step
+  // Collective. What is wrong with the checkpoint of a step: a file that is missing or not as it was written, by name.
+  // Empty if the checkpoint is whole.
+  std::string damage(uint64_t step);
+  // Collective. The newest whole checkpoint before a step.
+  std::optional<uint64_t> whole_before(uint64_t step);
+  // Collective. Renames the checkpoint so that it is neither resumed nor counted nor removed; returns its new path.
+  std::string set_aside(uint64_t step);
   // Collective.
   void save(uint64_t step, const nlohmann::json& state, const TensorMap& weights, const TensorMap& own,
             Descent& descent);
@@ -40,6 +48,7 @@ class Checkpoints {
 
  private:
   std::string path_of(uint64_t step) const;
+  std::vector<uint64_t> steps() const;  // ascending
   void prune() const;
 
   std::string directory_;

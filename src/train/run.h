@@ -14,7 +14,7 @@
 namespace gradwire::train {
 
 // Called on rank 0 with every event of the run:
-// {"event": "start" | "step" | "layers" | "epoch" | "saved" | "end", ...}.
+// {"event": "start" | "step" | "layers" | "evaluated" | "epoch" | "saved" | "end", ...}.
 using Listener = std::function<void(const nlohmann::json& event)>;
 
 struct TrainingJob {

@@ -93,8 +93,10 @@ struct RunPlaces {
   std::string data;                   // directory of the data set
   std::string checkpoint;             // directory; empty: nothing is saved
   bool resume = false;                // continue from the newest checkpoint there
+  bool resume_previous = false;       // the same; if it is damaged, set it aside and take the one before
   uint64_t save_every = 0;            // steps; 0: after each epoch
   std::string export_to;              // weights for Python's torch.load, at the end
+  uint64_t evaluate_every = 0;        // steps between two evaluations; 0: once per epoch
   uint64_t meter_every = 0;           // steps between two measurements of the error; 0: once per epoch
   bool check = false;                 // compare a hash of the weights of all workers at every step
   double timeout = 600;               // seconds to wait for a worker before the run fails

@@ -93,7 +93,7 @@ Worker::Worker(Engine& engine, const TrainingJob& job)
   if (!job.places.checkpoint.empty()) checkpoints_ = std::make_unique<Checkpoints>(job.places.checkpoint, control_);
   total_ = settings_.total_steps(job.task.train.count);
   if (settings_.precision == "fp16") scale_ = {.value = 65536, .good = 0, .moves = true};
-  epochs_ = bits_ = layers_ = nlohmann::json::array();
+  epochs_ = points_ = bits_ = layers_ = nlohmann::json::array();
 }
 
 Device Worker::codec_device() const {
@@ -117,6 +117,8 @@ nlohmann::json Worker::train() {
     tell_step(all);
     const bool epoch_ends = step_ / per_epoch != before / per_epoch || step_ >= total_;
     if (epoch_ends) end_epoch();
+    const uint64_t every = job_.places.evaluate_every;
+    if (every > 0 && step_ / every != before / every && !epoch_ends) evaluate_between();
     const bool due = job_.places.save_every > 0 ? step_ % job_.places.save_every == 0 : epoch_ends;
     if (due || stopping_ || step_ >= total_) save();
   }
@@ -244,6 +246,28 @@ std::pair<double, double> Worker::evaluate() {
   return {all.mean_loss(), all.accuracy()};
 }
 
+void Worker::evaluate_between() {
+  if (!descent_->membership().leads) return;
+  const auto [test_loss, test_accuracy] = evaluate();
+  Seconds spent;
+  double bytes = 0;
+  const std::vector<StepStats> all = control_.gather(step_stats());
+  for (const StepStats& one : all) {
+    spent += one.seconds;
+    bytes += static_cast<double>(one.bytes_sent);
+  }
+  const double workers = static_cast<double>(all.size());
+  points_.push_back({{"epoch", static_cast<double>(step_) / static_cast<double>(batches_.steps_per_epoch())},
+                     {"step", step_},
+                     {"test_loss", number(test_loss)},
+                     {"test_accuracy", number(test_accuracy)},
+                     {"bytes_sent", bytes / workers},
+                     {"seconds", spent.mean(workers)}});
+  nlohmann::json event = points_.back();
+  event["event"] = "evaluated";
+  tell(event);
+}
+
 void Worker::end_epoch() {
   const auto [test_loss, test_accuracy] =
       descent_->membership().leads ? evaluate() : std::pair<double, double>(NAN, NAN);
@@ -267,12 +291,7 @@ void Worker::end_epoch() {
                      {"test_accuracy", number(test_accuracy)},
                      {"bytes_sent", bytes / workers},
                      {"bits", job_.places.server ? descent_->stats().bits : bits_sum_ / static_cast<double>(steps)},
-                     {"seconds",
-                      {{"wall", spent.wall / workers},
-                       {"compute", spent.compute / workers},
-                       {"encode", spent.codec.encode / workers},
-                       {"wait", spent.wait / workers},
-                       {"decode", spent.codec.decode / workers}}}});
+                     {"seconds", spent.mean(workers)}});
   sums_ = {};
   bits_sum_ = 0;
   nlohmann::json event = epochs_.back();

@@ -55,6 +55,7 @@ class Worker {
     double wall = 0, compute = 0, wait = 0;
     ReduceTimes codec;
     Seconds& operator+=(const Seconds& other);
+    nlohmann::json mean(double workers) const;  // of one worker
   };
   // What workers send to each other after each step.
   struct StepStats {
@@ -69,8 +70,10 @@ class Worker {
   static void add(EpochSums& sums, const Score& score);
   void measure_layers(const std::vector<torch::Tensor>& exact);
   std::pair<double, double> evaluate();  // loss, accuracy
+  void evaluate_between();               // a point of the curve before the epoch ends
   void end_epoch();
   void begin_or_resume();
+  void resume(uint64_t step);
   void take_rank();
   void save();
   nlohmann::json record() const;
@@ -110,7 +113,8 @@ class Worker {
   Seconds seconds_before_;
   double bits_sum_ = 0;  // of this epoch
   bool stopping_ = false;
-  nlohmann::json epochs_, bits_, layers_;  // measured so far
+  nlohmann::json epochs_, points_, bits_, layers_;  // measured so far
+  nlohmann::json set_aside_;                        // the damaged checkpoint that was not resumed, if any
 };
 
 }  // namespace gradwire::train

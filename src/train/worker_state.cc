@@ -47,6 +47,14 @@ Worker::Seconds& Worker::Seconds::operator+=(const Seconds& other) {
   return *this;
 }
 
+nlohmann::json Worker::Seconds::mean(double workers) const {
+  return {{"wall", wall / workers},
+          {"compute", compute / workers},
+          {"encode", codec.encode / workers},
+          {"wait", wait / workers},
+          {"decode", codec.decode / workers}};
+}
+
 Worker::StepStats Worker::step_stats() const {
   Seconds all = seconds_before_;
   all += seconds_;
@@ -82,42 +90,60 @@ void Worker::take_rank() {
   }
 }
 
+// Other settings are refused by name.
+void Worker::resume(uint64_t step) {
+  const nlohmann::json state = checkpoints_->state(step);
+  const nlohmann::json now = settings_, then = state.at("settings");
+  for (const auto& [name, value] : now.items())
+    if (!then.contains(name) || then[name] != value)
+      throw Error(ErrorKind::usage,
+                  fmt::format("{} was saved with {} = {}; this run has {}: resume with the same settings",
+                              job_.places.checkpoint, name, then.value(name, nlohmann::json()).dump(), value.dump()),
+                  name);
+  const DescentState kept = descent_->state();
+  checkpoints_->load(step, joined(parameters(), kept.shared), joined(buffers(), kept.own), *descent_);
+  descent_->restore(kept);
+  step_ = saved_.emplace(step);
+  for (const nlohmann::json& one : state.at("workers")) {
+    told_.loss += number_of(one.at("loss"));
+    told_.labels += one.at("labels").get<uint64_t>();
+  }
+  const nlohmann::json& mine = state.at("workers").at(static_cast<size_t>(control_.rank()));
+  sums_ = {number_of(mine.at("loss")), mine.at("labels"), mine.at("right")};
+  sent_before_ = mine.at("bytes_sent");
+  seconds_before_ = {mine.at("wall"), mine.at("compute"), mine.at("wait"), {mine.at("encode"), 0, mine.at("decode")}};
+  skipped_ = state.at("skipped");
+  scale_.value = state.at("loss_scale");
+  scale_.good = state.at("good_steps");
+  bits_sum_ = state.at("bits_sum");
+  epochs_ = state.at("epochs");
+  points_ = state.value("points", nlohmann::json::array());  // a checkpoint of an older version has none
+  bits_ = state.at("bits_over_time");
+  layers_ = state.at("layers");
+}
+
 void Worker::begin_or_resume() {
+  const bool may_resume = job_.places.resume || job_.places.resume_previous;
   const std::optional<uint64_t> newest = checkpoints_ ? checkpoints_->newest() : std::nullopt;
-  if (newest && !job_.places.resume)
+  if (newest && !may_resume)
     throw Error(
         ErrorKind::usage,
         fmt::format("{} holds a checkpoint of step {}: add --resume to go on from it, or name another directory",
                     job_.places.checkpoint, *newest),
         "checkpoint");
   if (newest) {
-    const nlohmann::json state = checkpoints_->state(*newest);
-    const nlohmann::json now = settings_, then = state.at("settings");
-    for (const auto& [name, value] : now.items())
-      if (!then.contains(name) || then[name] != value)
-        throw Error(ErrorKind::usage,
-                    fmt::format("{} was saved with {} = {}; this run has {}: resume with the same settings",
-                                job_.places.checkpoint, name, then.value(name, nlohmann::json()).dump(), value.dump()),
-                    name);
-    const DescentState kept = descent_->state();
-    checkpoints_->load(*newest, joined(parameters(), kept.shared), joined(buffers(), kept.own), *descent_);
-    descent_->restore(kept);
-    step_ = saved_.emplace(*newest);
-    for (const nlohmann::json& one : state.at("workers")) {
-      told_.loss += number_of(one.at("loss"));
-      told_.labels += one.at("labels").get<uint64_t>();
-    }
-    const nlohmann::json& mine = state.at("workers").at(static_cast<size_t>(control_.rank()));
-    sums_ = {number_of(mine.at("loss")), mine.at("labels"), mine.at("right")};
-    sent_before_ = mine.at("bytes_sent");
-    seconds_before_ = {mine.at("wall"), mine.at("compute"), mine.at("wait"), {mine.at("encode"), 0, mine.at("decode")}};
-    skipped_ = state.at("skipped");
-    scale_.value = state.at("loss_scale");
-    scale_.good = state.at("good_steps");
-    bits_sum_ = state.at("bits_sum");
-    epochs_ = state.at("epochs");
-    bits_ = state.at("bits_over_time");
-    layers_ = state.at("layers");
+    const std::string problem = checkpoints_->damage(*newest);
+    const std::optional<uint64_t> older = problem.empty() ? std::nullopt : checkpoints_->whole_before(*newest);
+    if (!problem.empty() && !(older && job_.places.resume_previous))
+      throw Error(ErrorKind::frame,
+                  fmt::format("{} ({})", problem,
+                              older ? fmt::format("the checkpoint of step {} is whole: --resume-previous sets the "
+                                                  "damaged one aside and goes on from there",
+                                                  *older)
+                                    : "no older checkpoint is whole"),
+                  "checkpoint");
+    resume(older.value_or(*newest));
+    if (older) set_aside_ = {{"step", *newest}, {"why", problem}, {"path", checkpoints_->set_aside(*newest)}};
   } else {
     step_ = descent_->start();
     take_rank();
@@ -131,6 +157,7 @@ void Worker::begin_or_resume() {
   event["steps_per_epoch"] = batches_.steps_per_epoch();
   event["first_step"] = step_;
   event["epochs_done"] = epochs_;
+  if (!set_aside_.is_null()) event["set_aside"] = set_aside_;
   tell(event);
 }
 
@@ -151,7 +178,8 @@ void Worker::save() {
                                 {"workers", workers},         {"skipped", skipped_},
                                 {"loss_scale", scale_.value}, {"good_steps", scale_.good},
                                 {"bits_sum", bits_sum_},      {"epochs", epochs_},
-                                {"bits_over_time", bits_},    {"layers", layers_}};
+                                {"points", points_},          {"bits_over_time", bits_},
+                                {"layers", layers_}};
   const DescentState kept = descent_->state();
   checkpoints_->save(step_, state, joined(parameters(), kept.shared), joined(buffers(), kept.own), *descent_);
   saved_ = step_;
@@ -217,6 +245,7 @@ nlohmann::json Worker::record() const {
           {"skipped_steps", skipped_},
           {"metric", "accuracy"},
           {"epochs", epochs_},
+          {"points", points_},
           {"bits_over_time", bits_},
           {"layers", layers_},
           {"tables", learned()},

@@ -11,6 +11,7 @@ import os
 import pty
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -200,6 +201,29 @@ def test_a_device_as_output_is_written_to_and_not_replaced(folder):
     assert Path("pipe").is_fifo()
 
 
+def test_a_link_as_output_stays_and_what_it_leads_to_is_replaced(frame):
+    os.mkdir("elsewhere")
+    Path("elsewhere/real").write_bytes(b"old")
+    os.symlink("elsewhere/real", "link")
+    os.symlink("elsewhere/new.npy", "dangling.npy")
+    refuse(USAGE, ["link", "exists"], "encode", "--codec", "fp32", "g.npy", "link")
+    run("encode", "-f", "--codec", "fp32", "g.npy", "link")
+    run("decode", "g.gw", "dangling.npy")
+    assert os.readlink("link") == "elsewhere/real" and os.readlink("dangling.npy") == "elsewhere/new.npy"
+    assert Path("elsewhere/real").read_bytes()[:4] == b"GWIR" and np.load("elsewhere/new.npy").shape == (5000,)
+    os.symlink("/dev/null", "nothing")
+    run("encode", "--codec", "fp32", "g.npy", "nothing")
+    assert os.readlink("nothing") == "/dev/null" and Path("/dev/null").is_char_device()
+    assert sorted(os.listdir("elsewhere")) == ["new.npy", "real"]
+
+
+def test_an_open_file_named_by_dev_stdout_is_written_to(frame):
+    with open("out.gw", "wb") as out:
+        done = subprocess.run([PROGRAM, "encode", "-f", "--codec", "fp32", "g.npy", "/dev/stdout"], stdout=out)
+    assert done.returncode == 0 and Path("out.gw").read_bytes()[:4] == b"GWIR"
+    assert os.path.islink("/dev/stdout")
+
+
 # Bad input ----------------------------------------------------------------------------------------------------------
 
 
@@ -353,6 +377,43 @@ def test_counts_beyond_every_message_are_malformed_whatever_the_limit(folder, mo
     for limit in [], ["--max-elements", 2**64 - 1]:
         refuse(BAD_INPUT, ["tensor[0].count", count], "decode", *limit, "bad.gw", "back.npy")
     assert os.listdir() == ["bad.gw"]
+
+
+def test_a_frame_that_wants_more_than_the_memory_is_refused_by_default(folder, monkeypatch):
+    """Zeros take no bytes with some codecs, so that a small file may ask for any amount of memory."""
+    monkeypatch.syspath_prepend(GOLDEN.parent)
+    from malformed_frames import put, reseal
+
+    np.save("zeros.npy", np.zeros(1 << 15, "<f4"))
+    run("encode", "--codec", "dqsgd", "zeros.npy", "zeros.gw")
+    row, = rows("inspect", "zeros.gw")
+    message = bytearray(Path("zeros.gw").read_bytes())
+    assert row["tensors"][0]["body_bytes"] == 0 and len(message) < 400
+    wanted = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // (1 << 15) * (1 << 15)
+    put("row", 8, "Q", wanted)(message)
+    Path("bomb.gw").write_bytes(reseal(bytes(message)))
+    assert rows("inspect", "bomb.gw")[0]["elements"] == wanted, "it holds together"
+    refuse(BAD_INPUT, ["tensor[0].count", wanted, "limit"], "decode", "bomb.gw", "back.npy")
+    refuse(BAD_INPUT, ["tensor[0].count", wanted, 1000], "inspect", "--max-elements", 1000, "bomb.gw")
+    assert not Path("back.npy").exists()
+
+
+@pytest.mark.parametrize("name, command", [("x.gw", ["decode", "x.gw", "out"]), ("x.gw", ["inspect", "x.gw"]),
+                                           ("x.npy", ["encode", "--codec", "fp32", "x.npy", "out"])])
+def test_a_sparse_file_is_refused_by_its_first_bytes(folder, name, command):
+    with open(name, "wb") as file:
+        file.truncate(8 << 40)
+    began = time.monotonic()
+    refuse(BAD_INPUT, ["magic"], *command)
+    assert time.monotonic() - began < 5
+    with open(name, "r+b") as file:  # as large as before, with a first line that is in order
+        file.write(golden_message() if name == "x.gw" else b"\x93NUMPY")
+    refuse(BAD_INPUT if name == "x.gw" else IO, ["total_bytes" if name == "x.gw" else "memory"], *command)
+    assert time.monotonic() - began < 10 and not Path("out").exists()
+
+
+def golden_message():
+    return (GOLDEN / "fp32_1.gw").read_bytes()
 
 
 def test_cuda_is_refused_clearly_where_there_is_none(frame):
@@ -517,11 +578,14 @@ def test_packed_files_are_smaller_and_the_same(folder, laplace):
     assert (folder / "a.npy").read_bytes() == (folder / "p.npy").read_bytes()
     pages = [run("inspect", folder / name)[0].decode().splitlines() for name in ("p.gw", "a.gw")]
     assert pages[0][2:] == pages[1][1:]
-    assert pages[0][1].split() == ["packed", f"{len(packed):,}", "bytes,", "unpacked", f"{len(plain):,},", "ratio",
-                                   f"{len(plain) / len(packed):.3f}"]
+    assert pages[0][1].split() == ["packed", f"{len(packed):,}", "bytes", "in", "the", "file,", f"{len(plain):,}",
+                                   "unpacked;", "ratio", "of", "the", "file", f"{4 * 70000 / len(packed):.2f}"]
+    assert any(line.split()[:2] == ["ratio", f"{4 * 70000 / len(plain):.2f}"] for line in pages[1])
     row, = rows("inspect", folder / "p.gw")
     assert row["packed"] and row["file_bytes"] == len(packed) and row["total_bytes"] == len(plain)
     assert math.isclose(row["packing_ratio"], len(plain) / len(packed))
+    assert math.isclose(row["ratio"], 4 * 70000 / len(plain))
+    assert math.isclose(row["file_ratio"], 4 * 70000 / len(packed))
     row, = rows("inspect", folder / "a.gw")
     assert not row["packed"] and row["file_bytes"] == len(plain) and row["packing_ratio"] == 1
     changed = packed[:40] + bytes([packed[40] ^ 1]) + packed[41:]
@@ -538,8 +602,43 @@ def test_a_packed_bomb_is_refused_before_memory_is_taken(folder):
     # A frame that claims 2^40 bytes of content and holds none.
     head = bytes.fromhex("28b52ffd") + bytes([0xe0]) + (1 << 40).to_bytes(8, "little")
     (folder / "bomb.gw").write_bytes(head + b"\x01\x00\x00")
-    refuse(3, "packed size", "decode", folder / "bomb.gw", folder / "x.npy")
-    refuse(3, "packed size", "inspect", folder / "bomb.gw")
+    refuse(3, ["packed size", 1 << 40], "decode", folder / "bomb.gw", folder / "x.npy")
+    refuse(3, ["packed size", 1 << 40], "inspect", folder / "bomb.gw")
+
+
+def raw_packed(content, claimed=None):
+    """A Zstandard frame of one raw or repeated block: 'content' as it is, behind a header that claims a size."""
+    blocks, size = b"", len(content)
+    head = bytes.fromhex("28b52ffd") + bytes([0xe0]) + (size if claimed is None else claimed).to_bytes(8, "little")
+    for at in range(0, size, 1 << 17):
+        piece = content[at:at + (1 << 17)]
+        last = at + len(piece) == size
+        if len(set(piece)) == 1:
+            blocks += ((len(piece) << 3) | 2 | last).to_bytes(3, "little") + piece[:1]
+        else:
+            blocks += ((len(piece) << 3) | last).to_bytes(3, "little") + piece
+    return head + blocks
+
+
+def test_a_packed_file_is_judged_by_its_header_before_the_rest_is_unpacked(frame):
+    if b"(Zstandard)" not in run("doctor")[0]:
+        pytest.skip("this build has no Zstandard")
+    message = Path("g.gw").read_bytes()
+    Path("packed.gw").write_bytes(raw_packed(message))
+    assert rows("inspect", "packed.gw")[0]["packed"]
+    many = 64 << 20
+    bombs = {
+        "zeros": (raw_packed(bytes(many)), "magic"),
+        "old": (raw_packed(message[:4] + b"\x01\x00" + message[6:] + bytes(many)), "version"),
+        "other": (raw_packed(message + bytes(many)), "total_bytes"),
+        "short": (raw_packed(message[:40]), "total_bytes"),
+    }
+    for name, (content, field) in bombs.items():
+        Path(name).write_bytes(content)
+        for command in ["decode", name, "back.npy"], ["inspect", name]:
+            done = subprocess.run(["bash", "-c", 'ulimit -v $((200 << 10)); exec "$@"', "-", PROGRAM, *command],
+                                  stderr=subprocess.PIPE, text=True, timeout=60)
+            assert done.returncode == BAD_INPUT and field in done.stderr, (name, done.stderr)
 
 
 def test_decoding_to_another_type_rounds_once(folder):
@@ -645,6 +744,9 @@ def test_bench_codec_ranges_over_the_registry_with_the_promised_names():
         assert all(row[name] > 0 for name in CODEC_FIELDS[8:])
         assert 0 < row["bits_per_element"] < 33 and 0 <= row["error"] < 10
         assert row["ratio"] == pytest.approx(32 / row["bits_per_element"])
+        assert all(row[f"{name}_spread"] >= 0 for name in ("encode", "feedback", "decode"))
+        limits = [row[f"limit_fraction_{name}"] for name in ("encode", "feedback", "decode")]
+        assert row["plausible"] == (max(limits) <= 1.1)
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
@@ -663,6 +765,12 @@ def test_bench_codec_of_a_list_compares_with_one_tensor():
 def test_bench_codec_may_be_given_several_codecs_and_prints_a_table():
     out, errors = run("bench", "codec", "--codec", "fp16", "--codec", "topk", "--elements", 5000, "--pairs", 1)
     assert errors == "" and b"fp16" in out and b"topk" in out and b"bits/element" in out
+    assert out.count(b" +-0%") == 6, "one round has no spread"
+    shares = [re.findall(r"(\d+\.\d\d)( \(\?\))?", line)[-3:]
+              for line in out.decode().splitlines() if line.startswith(("fp16", "topk"))]
+    for share, mark in sum(shares, []):
+        assert bool(mark) == (float(share) > 1.1) or share == "1.10", "what cannot be is marked"
+    assert ("(?):" in out.decode()) == any(mark for _, mark in sum(shares, []))
 
 
 def test_bench_threads_reports_scaling_against_a_compute_loop():
@@ -718,6 +826,108 @@ def test_bench_collective_on_mpi():
 
 
 # Terminals and pipes ------------------------------------------------------------------------------------------------
+
+
+def on_terminal(*arguments, streams=("stdout", "stderr"), code=0):
+    """What the program shows on a terminal, which has these streams; the others are pipes that must stay empty."""
+    master, slave = pty.openpty()
+    places = {name: slave if name in streams else subprocess.PIPE for name in ("stdout", "stderr")}
+    process = subprocess.Popen([PROGRAM, *map(str, arguments)], **places)
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # a terminal says EIO when all is read and the other end is closed
+        while piece := os.read(master, 65536):
+            shown += piece
+    os.close(master)
+    rest = process.communicate(timeout=60)
+    assert process.returncode == code, shown
+    assert not any(rest), rest
+    return shown.decode(errors="replace").replace("\r\n", "\n")
+
+
+def test_binary_data_is_not_poured_over_a_terminal(frame):
+    for command in ["decode", "g.gw"], ["encode", "--codec", "fp32", "g.npy"]:
+        for out in "-", "/dev/stdout":
+            shown = on_terminal(*command, out, code=USAGE)
+            assert "terminal" in shown and "--force" in shown and shown.count("\n") == 1, shown
+    assert "GWIR" in on_terminal("encode", "-f", "--codec", "fp32", "g.npy", "-", streams=["stdout"])
+    on_terminal("encode", "--codec", "fp32", "g.npy", "/dev/null")
+
+
+def test_encode_and_decode_say_on_a_terminal_what_they_did(frame):
+    x, size = np.load("g.npy"), os.path.getsize("g.gw")
+    run("decode", "g.gw", "back.npy")
+    error = error_of(x, np.load("back.npy"))
+    said = on_terminal("encode", "-f", "--codec", "qsgd:bits=4", "--seed", 1, "--step", 7, "--name", "layer.weight",
+                       "g.npy", "g.gw", streams=["stderr"])
+    assert said == (f"g.npy => g.gw: {os.path.getsize('g.npy'):,} => {size:,} bytes (ratio {20000 / size:.2f}, "
+                    f"{8 * size / 5000:.3f} bits per element, error {error:.4f})\n")
+    said = on_terminal("decode", "-f", "g.gw", "back.npy", streams=["stderr"])
+    assert said == (f"g.gw => back.npy: {size:,} => {os.path.getsize('back.npy'):,} bytes (ratio {20000 / size:.2f}, "
+                    f"{8 * size / 5000:.3f} bits per element)\n")
+    assert on_terminal("encode", "-fq", "--codec", "fp32", "g.npy", "g.gw") == ""
+    assert on_terminal("decode", "-f", "--quiet", "g.gw", "back.npy") == ""
+    assert run("decode", "-f", "g.gw", "back.npy") == (b"", ""), "a pipe is quiet"
+    _, said = run("encode", "-fv", "--codec", "fp32", "g.npy", "g.gw")
+    assert said.count("\n") == 1 and "error 0)" in said
+    refuse(USAGE, ["--quiet", "--verbose"], "encode", "-fqv", "--codec", "fp32", "g.npy", "g.gw")
+
+
+def test_encode_and_decode_say_it_as_json(frame):
+    for codec, dtype in ("topk:ratio=0.1", "f4"), ("qsgd:bits=4", "f2"), ("optquant:bits=3", "f4"):
+        x = np.load("g.npy").astype(dtype).reshape(50, 100)
+        np.save("x.npy", x)
+        told, = rows("encode", "-f", "--codec", codec, "x.npy", "x.gw")
+        back, = rows("decode", "-f", "--dtype", "f32", "x.gw", "x2.npy")
+        assert told["bytes_out"] == back["bytes_in"] == os.path.getsize("x.gw") and told["elements"] == 5000
+        assert told["bytes_in"] == os.path.getsize("x.npy") and back["shape"] == [50, 100]
+        assert math.isclose(told["ratio"], 20000 / told["bytes_out"])
+        assert math.isclose(told["bits_per_element"], 8 * told["bytes_out"] / 5000)
+        assert math.isclose(told["error"], error_of(x, np.load("x2.npy")), rel_tol=1e-5)
+    np.save("nan.npy", np.full(10, np.nan, "f4"))
+    assert rows("encode", "-f", "--codec", "fp32", "nan.npy", "x.gw")[0]["error"] is None
+    message, errors = run("encode", "--json", "--codec", "fp32", "g.npy", "-")
+    assert message[:4] == b"GWIR" and json.loads(errors)["out"] == "-"
+
+
+ESCAPES = ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\x7f", "\r", "\x08"]
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_no_escape_sequence_of_a_file_or_a_name_reaches_the_terminal(folder, escape):
+    def harmless(text):
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", text.replace("\r\n", "\n")), repr(text)
+        assert "?" in text
+        return text
+
+    hostile = f"g{escape}.npy"
+    np.save(hostile, gradient(10))
+    for bad in [{"descr": f"<f4{escape}"}, {f"descr{escape}": "<f4"}]:
+        header = str({"fortran_order": False, "shape": (1,)})[:-1] + "".join(f", '{k}': '{v}'" for k, v in bad.items())
+        Path("bad.npy").write_bytes(npy(header + "}", bytes(4)))
+        done = subprocess.run([PROGRAM, "encode", "--codec", "fp32", "bad.npy", "x.gw"], stderr=subprocess.PIPE)
+        assert done.returncode in (USAGE, BAD_INPUT)
+        harmless(done.stderr.decode())
+    for command, code in [
+        (["encode", "--codec", f"qs{escape}", hostile, "x.gw"], USAGE),
+        (["encode", "-fv", "--codec", "fp32", hostile, "x.gw"], 0),
+        (["decode", hostile, "y"], BAD_INPUT),
+        (["decode", f"no{escape}", "y"], IO),
+        ([f"enc{escape}"], USAGE),
+        (["encode", f"--{escape}"], USAGE),
+        (["inspect", f"x{escape}.gw"], 0),
+    ]:
+        if command[0] == "inspect":
+            run("encode", "--codec", "fp32", hostile, command[1])
+        done = subprocess.run([PROGRAM, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert done.returncode == code, done.stderr
+        harmless((done.stdout + done.stderr).decode())
+
+
+def test_text_in_other_languages_is_printed_as_it_is(folder):
+    np.save("größe-日本.npy", gradient(10))
+    _, said = run("encode", "-v", "--codec", "fp32", "größe-日本.npy", "x.gw")
+    assert "größe-日本.npy" in said
 
 
 def test_progress_is_shown_on_a_terminal_and_cleared():

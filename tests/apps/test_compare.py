@@ -4,8 +4,12 @@ same however often it was interrupted."""
 
 import csv
 import json
+import re
 import shutil
 import signal
+import socket
+import subprocess
+from datetime import datetime, timezone
 
 import pytest
 
@@ -84,6 +88,51 @@ def test_a_run_of_compare_is_the_run_of_train(tmp_path, small):
     assert record["epochs"][-1]["test_loss"] == alone.end["epochs"][-1]["test_loss"]
 
 
+def test_a_record_says_what_made_it_and_so_do_the_table_and_the_page(tmp_path, small):
+    began = datetime.now(timezone.utc).replace(microsecond=0)
+    compare(tmp_path, *small, *CODECS)
+    ended = datetime.now(timezone.utc)
+    version = call("version")[0].split()
+    for record in records(tmp_path).values():
+        assert record["gradwire"] == version[1]
+        assert record.get("commit", "") == (version[3].rstrip(")") if len(version) > 2 else "")
+        assert began <= datetime.fromisoformat(record["date"].replace("Z", "+00:00")) <= ended
+        assert record["host"] == socket.gethostname()
+    page = (tmp_path / "report.html").read_text()
+    for row in results(tmp_path):
+        record = records(tmp_path)[row["codec"], row["collective"], int(row["seed"])]
+        for name in "gradwire", "commit", "date", "host":
+            assert row[name] == record.get(name, "") and row[name] in page
+
+
+def test_the_command_of_a_record_repeats_it(tmp_path, small):
+    folder = tmp_path / "it's here"
+    compare(folder, *small, *CODECS)
+    command, = {record["command"] for record in records(folder).values()}
+    script = f'gradwire() {{ "{fixture.PROGRAM}" "$@"; }}\n{command}'
+    done = subprocess.run(["bash", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "finished before" not in done.stdout and done.stdout.count("train loss") == 2
+    assert weights(tmp_path / "it's here-again") == weights(folder)
+
+
+def test_a_damaged_checkpoint_of_a_stopped_run_is_set_aside(tmp_path, small):
+    arguments = list(small)
+    arguments[arguments.index("--epochs") + 1] = 12
+    arguments += ["--codec", "fp32", "--save-every", 7]
+    compare(tmp_path / "whole", *arguments)
+    where = tmp_path / "parts"
+    with Live(*arguments, "--out", where, command="compare") as live:
+        assert live.until_step(30), "ended too early"
+        live.process.send_signal(signal.SIGKILL)
+        live.rest()
+    newest = sorted(where.glob("runs/*/checkpoint/step-*"))[-1]
+    (newest / "weights.pt").write_bytes(b"")
+    out, errors = call("compare", *arguments, "--out", where)
+    assert "set aside" in errors and newest.name in errors and "going on from step" in out
+    assert weights(where) == weights(tmp_path / "whole")
+
+
 def test_what_is_finished_is_not_repeated(tmp_path, small):
     compare(tmp_path, *small, *CODECS)
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -128,7 +177,7 @@ def test_an_interrupted_comparison_goes_on(tmp_path, small, number):
     out = compare(where, *arguments)
     assert "finished before" in out and "going on from step" in out
     assert weights(where) == weights(tmp_path / "whole")
-    strip = [{key: value for key, value in row.items() if "seconds" not in key and "bytes" not in key}
+    strip = [{key: value for key, value in row.items() if not re.search("seconds|bytes|date", key)}
              for row in results(where)]
     assert strip == [{key: row[key] for key in strip[0]} for row in results(tmp_path / "whole")]
 

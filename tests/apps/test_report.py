@@ -149,16 +149,84 @@ def test_statistics_are_over_seeds_and_differences_paired_by_seed(tmp_path):
 def test_projected_time_is_measured_work_plus_bytes_over_bandwidth(tmp_path):
     runs = [record("fp32", 1), record("qsgd:bits=4", 1)]
     report(save(tmp_path, runs))
+    compute = statistics.median(run["epochs"][-1]["seconds"]["compute"] / run["epochs"][-1]["step"] for run in runs)
     assert data_of(tmp_path)["links"] == [0.1, 1, 10, 25]
     target = runs[0]["epochs"][-1]["test_accuracy"] - 0.005
     for run in runs:
         series = series_of(tmp_path, run["codec"])
         for epoch, point in zip(run["epochs"], series["curve"]):
-            work = sum(epoch["seconds"][part] for part in ("compute", "encode", "decode"))
+            work = compute * epoch["step"] + epoch["seconds"]["encode"] + epoch["seconds"]["decode"]
             for link, seconds in zip((0.1, 1, 10, 25), point["seconds"]):
                 assert seconds == pytest.approx(work + epoch["bytes_sent"] * 8 / (link * 1e9), rel=1e-12)
         reached = [i for i, epoch in enumerate(run["epochs"]) if epoch["test_accuracy"] >= target]
         assert series["target"] == (reached[0] if reached else None)
+
+
+def test_compute_is_one_median_over_all_codecs_and_its_range_is_known(tmp_path):
+    runs = [record(codec, seed) for codec in ("fp32", "qsgd:bits=4", "casq:bits=2") for seed in (1, 2)]
+    times = [5, 6, 7, 8, 9, 40]  # seconds: one run was disturbed
+    for run, seconds in zip(runs, times):
+        for epoch in run["epochs"]:
+            epoch["seconds"]["compute"] = seconds * epoch["epoch"] / len(run["epochs"])
+    other = record("fp32", 1, batch=128)  # computes something else
+    report(save(tmp_path, [*runs, other]))
+    steps = runs[0]["epochs"][-1]["step"]
+    for series in data_of(tmp_path)["series"]:
+        if series["settings"]["batch"] == "128":
+            assert series["compute"]["runs"] == 1
+            continue
+        compute = {name: value * steps for name, value in series["compute"].items() if name != "runs"}
+        assert compute == pytest.approx({"median": 7.5, "least": 5, "most": 40}) and series["compute"]["runs"] == 6
+        codec = series["split"][1] + series["split"][3]
+        sent = series["bytes"] * 8 / 1e9
+        assert series["curve"][-1]["seconds"][1] == pytest.approx(7.5 + codec + sent, rel=1e-6)
+
+
+def test_qadam_codecs_are_not_pooled_since_their_weights_are_part_of_compute(tmp_path):
+    runs = [record(codec, 1, optimizer="qadam") for codec in ("fp32", "qsgd:bits=4")]
+    report(save(tmp_path, runs))
+    assert [series["compute"]["runs"] for series in data_of(tmp_path)["series"]] == [1, 1]
+
+
+def test_evaluations_within_an_epoch_are_points_of_the_curve(tmp_path):
+    run = record("fp32", 1, epochs=2)
+    first = run["epochs"][0]
+    run["points"] = [{"epoch": 0.5, "step": 117, "test_loss": 1.0, "test_accuracy": 0.6, "bytes_sent": 10,
+                      "seconds": first["seconds"]}]
+    report(save(tmp_path, [run]))
+    curve = series_of(tmp_path, "fp32")["curve"]
+    assert [point["epoch"] for point in curve] == [0.5, 1, 2] and curve[0]["value"]["mean"] == 0.6
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert len(rows) == 2, "results.csv has the ends of epochs"
+
+
+def test_a_run_that_ends_within_an_epoch_ends_there_in_the_curve(tmp_path):
+    run = record("fp32", 1, epochs=2)
+    run["epochs"][1]["step"] = 351  # half of the second epoch
+    run["points"] = [{"epoch": 0.5, "step": 117, "test_loss": 1.0, "test_accuracy": 0.6, "bytes_sent": 10,
+                      "seconds": run["epochs"][0]["seconds"]}]
+    report(save(tmp_path, [run]))
+    assert [point["epoch"] for point in series_of(tmp_path, "fp32")["curve"]] == pytest.approx([0.5, 1, 1.5])
+
+
+def test_what_made_the_runs_is_in_the_table_and_older_records_leave_it_empty(tmp_path):
+    made = {"gradwire": "9.8.7", "commit": "abc1234", "date": "2031-02-03T04:05:06Z", "host": "box"}
+    report(save(tmp_path, [record("fp32", 1, **made), record("fp32", 2)]))
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert {tuple(row[name] for name in made) for row in rows} == {tuple(made.values()), ("", "", "", "")}
+
+
+def test_a_colour_is_a_codec_and_dashes_are_a_collective(tmp_path):
+    codecs = ["fp32", "qsgd:bits=4", "casq:bits=2"]
+    report(save(tmp_path, [record(codec, 1, collective=how) for codec in codecs for how in ("gather", "scatter")]))
+    data = data_of(tmp_path)
+    looks = {(each["codec"], each["collective"]): (each["colour"], each["variant"]) for each in data["series"]}
+    assert len(set(looks.values())) == 6 and data["groups"][0]["variants"] == 2
+    for codec in codecs:
+        assert looks[codec, "gather"][0] == looks[codec, "scatter"][0]
+    for how in "gather", "scatter":
+        assert len({looks[codec, how][1] for codec in codecs}) == 1
+    assert looks["fp32", "gather"][0] == 0, "black"
 
 
 def test_a_codec_that_never_gets_there_has_no_time_to_target(tmp_path):

@@ -140,8 +140,23 @@ def test_charts_hold_the_means_of_all_series(page):
     assert len(page.chart("levels-3")["lines"][LABELS[3]]) == 5 * 7
 
 
-def test_bits_of_codecs_that_stay_the_same_are_drawn_when_none_changes(show):
-    assert set(show([record("fp32"), record("qsgd:bits=4")]).chart("bits")["lines"]) == {"fp32", "qsgd:bits=4"}
+def test_bits_that_stay_the_same_are_said_and_not_drawn(show):
+    page = show([record(codec, collective=how) for codec in ("fp32", "qsgd:bits=4") for how in ("gather", "scatter")])
+    assert page.run("return document.querySelectorAll('#figure-bits canvas').length") == 0
+    assert "No codec that is shown changes its bits" in page.text("#figure-bits .finding")
+    page.run("document.querySelector('#figure-bits details').open = true")
+    assert "4.06" in page.text("#figure-bits table")
+
+
+def test_a_colour_is_a_codec_and_dashes_are_a_collective(show):
+    page = show([record(codec, collective=how) for codec in CODECS for how in ("gather", "scatter")])
+    looks = page.run("return data.series.map((s) => [s.codec, s.collective, look(s).colour, look(s).mark, "
+                     "look(s).dash.join()])")
+    by_codec = {codec: {(colour, mark) for name, _, colour, mark, _ in looks if name == codec} for codec in CODECS}
+    assert all(len(seen) == 1 for seen in by_codec.values())
+    assert len(set.union(*by_codec.values())) == len(CODECS)
+    dashes = {how: {dash for _, name, _, _, dash in looks if name == how} for how in ("gather", "scatter")}
+    assert all(len(seen) == 1 for seen in dashes.values()) and dashes["gather"] != dashes["scatter"]
 
 
 def test_the_link_changes_the_projected_times(page):
@@ -250,6 +265,32 @@ def test_the_first_table_has_the_results(page):
     assert rows[4][6] == "scatter" and rows[4][9] == "2 of 3", "one run is unfinished"
     assert "stopped after epoch 2" in page.text("#how")
     assert page.text("#how pre").startswith("gradwire compare --task fashion-mnist")
+
+
+def test_one_seed_is_a_warning_in_yellow(show):
+    page = show([record("fp32"), record("qsgd:bits=4")])
+    assert "One seed" in page.text("#one-seed") and "--seeds" in page.text("#one-seed")
+    red, green, blue = map(int, page.run(
+        "return getComputedStyle(document.getElementById('one-seed')).backgroundColor.match(/\\d+/g)")[:3])
+    assert min(red, green) > blue + 30, "yellow"
+
+
+def test_several_seeds_need_no_warning(page):
+    assert page.run("return document.getElementById('one-seed').hidden")
+
+
+def test_the_page_says_which_program_made_it_when_and_where(show):
+    made = {"gradwire": "9.8.7", "commit": "abc1234", "date": "2031-02-03T04:05:06Z", "host": "box"}
+    page = show([record("fp32", 1, **made), record("qsgd:bits=4", 1, **{**made, "date": "2031-02-03T05:00:00Z"})])
+    for place in "#made", "#how":
+        for word in "9.8.7", "abc1234", "box", "2031-02-03 04:05:06 UTC to 2031-02-03 05:00:00 UTC":
+            assert word in page.text(place), (place, word)
+
+
+def test_the_page_says_what_compute_is_and_why_a_projection_is_sooner_than_the_clock(page):
+    words = page.text("#compute-note")
+    assert "median of all" in words and "noise of the machine" in words
+    assert "shared the cores" in words and "by the clock" in words
 
 
 def test_an_unfinished_codec_is_marked_as_such(show):
@@ -391,6 +432,21 @@ def test_the_page_never_scrolls_sideways(page, width):
         return [...document.body.querySelectorAll("*")].filter((element) =>
           element.getBoundingClientRect().right > innerWidth + 1 &&
           !element.closest(".scroll, pre")).map((element) => element.outerHTML.slice(0, 200));""") == []
+
+
+def test_a_table_that_is_cut_says_so_and_its_caption_is_whole(page):
+    page.width(400)
+    page.browser.get(page.url)
+    page.wait("return document.querySelector('#headline .table').classList.contains('wide')")
+    assert page.run("return getComputedStyle(document.querySelector('#headline .hint')).display") == "block"
+    assert page.run("return document.querySelector('#headline .scroll').classList.contains('more')")
+    assert page.run("""
+        return [...document.querySelectorAll("caption span")].filter((span) => span.offsetParent &&
+          span.getBoundingClientRect().right > innerWidth).map((span) => span.textContent);""") == []
+    page.run("const box = document.querySelector('#headline .scroll'); box.scrollLeft = box.scrollWidth;")
+    page.wait("return !document.querySelector('#headline .scroll').classList.contains('more')")
+    page.width(1400)
+    page.wait("return !document.querySelector('#projection .table').classList.contains('wide')")
 
 
 def test_paper_is_light_even_when_the_screen_is_dark(page):

@@ -177,6 +177,29 @@ def test_an_error_of_mpi_processes_is_said_once_and_ends_all(small):
     assert done.returncode in (USAGE, UNSUPPORTED) and done.stderr.count("gradwire: error:") == 1
 
 
+def test_more_workers_than_the_launcher_started_are_refused(small):
+    if not json.loads(fixture.call("doctor", "--json")[0].splitlines()[0])["mpi_built"]:
+        pytest.skip("this build has no MPI")
+    assert small[small.index("--workers") + 1] == 2
+    _, errors = fixture.call("train", *small, "--engine", "mpi", code=USAGE, environment=fixture.MPI_ENVIRONMENT)
+    assert "workers is 2" in errors and "1 process" in errors and "mpirun -n 2" in errors, errors
+
+
+def test_evaluations_within_an_epoch_change_nothing_but_the_curve(small):
+    arguments = [*small, "--codec", "qsgd:bits=4"]
+    plain, often = train(*arguments), train(*arguments, "--evaluate-every", 3)
+    assert plain.learned == often.learned and plain.end["points"] == []
+    points, ends = often.end["points"], {epoch["step"] for epoch in often.end["epochs"]}
+    last = often.end["epochs"][-1]["step"]
+    assert [point["step"] for point in points] == [step for step in range(3, last, 3) if step not in ends]
+    per_epoch = often.of("start")[0]["steps_per_epoch"]
+    for point in points:
+        assert point["epoch"] == point["step"] / per_epoch and 0 <= point["test_accuracy"] <= 1
+    sent = [point["bytes_sent"] for point in points]
+    assert sent == sorted(sent) and sent[-1] <= often.end["epochs"][-1]["bytes_sent"]
+    assert often.of("evaluated") == [{**point, "event": "evaluated"} for point in points]
+
+
 # Tasks and models ---------------------------------------------------------------------------------------------------
 
 
@@ -425,6 +448,14 @@ def test_an_export_never_takes_the_place_of_what_is_not_a_file(tmp_path, small):
     assert refuse(IO, ["/dev/null", "not a regular file"], *small, "--export", "/dev/null") == ""
     assert stat.S_ISFIFO(pipe.stat().st_mode) and stat.S_ISCHR(os.stat("/dev/null").st_mode)
     assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_an_export_follows_a_link_and_leaves_it(tmp_path, small):
+    (tmp_path / "real.pt").write_bytes(b"old")
+    (tmp_path / "link.pt").symlink_to("real.pt")
+    train(*small, "--steps", 2, "--export", tmp_path / "link.pt")
+    assert (tmp_path / "link.pt").is_symlink() and (tmp_path / "real.pt").read_bytes()[:2] == b"PK"
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_an_export_replaces_the_file_only_when_training_has_ended(tmp_path, small):

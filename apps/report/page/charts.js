@@ -150,10 +150,12 @@ const each = (list, text) => list.map((series) => `${series.label} ${text(series
 
 // Accuracy against something ------------------------------------------------------------------------------------------
 
+const epochText = (epoch) => String(Number(epoch.toFixed(2)));
+
 function curveChart(list, {xOf, scale, log, caption, columns, finding, label, mode}) {
   const {metric} = group();
   const epochs = [...new Set(list.flatMap((series) => series.curve.map((point) => point.epoch)))].sort((a, b) => a - b);
-  const rows = epochs.map((epoch) => [String(epoch), ...list.map((series) => {
+  const rows = epochs.map((epoch) => [epochText(epoch), ...list.map((series) => {
                             const point = series.curve.find((other) => other.epoch === epoch);
                             return point ? columns(point) : NONE;
                           })]);
@@ -167,7 +169,7 @@ function curveChart(list, {xOf, scale, log, caption, columns, finding, label, mo
       options: options(
           {x: scale, y: valueAxis(metric)}, {
             callbacks: {
-              title: (items) => (items.length ? `Epoch ${items[0].raw.point.epoch}` : ""),
+              title: (items) => (items.length ? `Epoch ${epochText(items[0].raw.point.epoch)}` : ""),
               label: (item) => `${item.dataset.label}: ${columns(item.raw.point)}`,
             },
           },
@@ -190,7 +192,7 @@ function epochsChart() {
   return curveChart(list, {
     xOf: (point) => point.epoch,
     log: false,
-    caption: `Test ${metric} after each epoch: mean (least to most of the seeds)`,
+    caption: `Test ${metric} at each evaluation: mean (least to most of the seeds)`,
     finding,
     scale: axis("epoch", {type: "linear", ticks: {precision: 0}}),
     label: `Line chart of test ${metric} by epoch. ${ends}`,
@@ -213,7 +215,7 @@ function bytesChart() {
   return curveChart(list, {
     xOf: (point) => point.bytes,
     log: true,
-    caption: `Test ${metric} and bytes sent by one worker up to the end of each epoch`,
+    caption: `Test ${metric} and bytes sent by one worker up to each evaluation`,
     finding,
     scale: magnitudes("sent by one worker", positive(list, (point) => point.bytes), bytesTick),
     label: `Line chart of test ${metric} by bytes sent. In all: ${words}.`,
@@ -238,7 +240,7 @@ function timeChart() {
   return curveChart(list, {
     xOf: (point) => point.seconds[link],
     log: true,
-    caption: `Test ${metric} and projected time up to the end of each epoch at ${speed}`,
+    caption: `Test ${metric} and projected time up to each evaluation at ${speed}`,
     finding,
     scale: magnitudes(`projected seconds at ${speed}`, positive(list, (point) => point.seconds[link]), plain),
     label: `Line chart of test ${metric} by projected time at ${speed}. To finish: ${words}.`,
@@ -292,23 +294,25 @@ function splitChart() {
   };
 }
 
+// A codec whose bits stay the same is said in words and not drawn.
 function bitsChart() {
   const recorded = visible().filter((series) => series.bits_over_time.length);
-  const moving = recorded.filter((series) => series.bits_change);
-  const list = inGroup().some((series) => series.bits_change) ? moving : recorded;
-  if (!list.length) return null;
+  if (!recorded.length) return null;
+  const list = recorded.filter((series) => series.bits_change);
+  const constant = recorded.filter((series) => !series.bits_change);
+  const rows = constant.map((series) => [named(series), bitsText(series.bits)]);
+  const still = table("Codecs whose bits per element stay the same", [{name: "Codec"}, {name: "Bits"}], rows);
+  if (!list.length)
+    return {finding: "No codec that is shown changes its bits per element during the training.", numbers: still};
   const words = each(
       list,
       (series) =>
-          (series.bits_change ?
-               `between ${bitsText(series.bits_least)} and ${bitsText(series.bits_most)}, mean ${bitsText(series.bits)}` :
-               `constant at ${bitsText(series.bits)}`));
+          `between ${bitsText(series.bits_least)} and ${bitsText(series.bits_most)}, mean ${bitsText(series.bits)}`);
   const steps =
       [...new Set(list.flatMap((series) => series.bits_over_time.map(([step]) => step)))].sort((a, b) => a - b);
   const at = list.map((series) => new Map(series.bits_over_time));
   return {
-    finding: `${words}.${
-        moving.length && moving.length < recorded.length ? " Codecs whose bits stay the same are not drawn." : ""}`,
+    finding: `${words}.${constant.length ? " Codecs whose bits stay the same are not drawn." : ""}`,
     label: `Line chart of bits per element by step. ${words}.`,
     numbers: table(
         "Bits per element by step", [{name: "Step"}, ...list.map((series) => ({name: series.label}))],

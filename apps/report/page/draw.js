@@ -22,7 +22,7 @@ function draw(id, description) {
   parts.chart = null;
   parts.box.replaceChildren();
   while (parts.details.children.length > 1) parts.details.lastChild.remove();
-  parts.box.hidden = !hasCharts || description === null;
+  parts.box.hidden = !hasCharts || description === null || !description.config;
   parts.details.hidden = description === null;
   parts.legend.replaceChildren();
   if (description === null) {
@@ -31,7 +31,7 @@ function draw(id, description) {
   }
   parts.finding.textContent = description.finding;
   parts.details.append(description.numbers);
-  if (!hasCharts) return;
+  if (!hasCharts || !description.config) return;
   for (const [name, colour] of description.parts ?? []) {
     const swatch = el("i");
     swatch.style.background = colour;

@@ -93,8 +93,8 @@ function errorText(error) {
   return error >= 0.001 && error < 1000 ? error.toPrecision(3) : minus(error.toExponential(1));
 }
 
-// The look of a series: colours of Okabe and Ito, dashes and marks, whose counts have no common factor
-// ------------------
+// The look of a series: a colour of Okabe and Ito and a mark for its codec, and dashes for what else tells it from
+// others of that codec, such as the collective. Where nothing does, dashes help to tell codecs apart.
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 let printing = false;
@@ -111,9 +111,9 @@ const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3], [14, 4]];
 const MARKS = ["circle", "rect", "triangle", "rectRot", "cross", "star"];
 const palette = (kind) => kind[dark.matches && !printing ? "dark" : "light"];
 const look = (series) => ({
-  colour: palette(PALETTES)[series.place % PALETTES.light.length],
-  dash: DASHES[series.place % DASHES.length],
-  mark: MARKS[series.place % MARKS.length],
+  colour: palette(PALETTES)[series.colour % PALETTES.light.length],
+  dash: DASHES[(data.groups[series.group].variants > 1 ? series.variant : series.colour) % DASHES.length],
+  mark: MARKS[series.colour % MARKS.length],
 });
 
 // The look as a picture of 30 x 14: a piece of line and its mark.

@@ -2,7 +2,15 @@
 // Everything in the page that is text: the summary, the highlights, the tables, what was learned and how it was run.
 
 // A table with a caption, heads with a scope and a box to scroll in. Columns: {name, note, text}; a row's first cell is
-// its head. The box can be scrolled by keyboard and says what it is.
+// its head. The box can be scrolled by keyboard and says what it is. Where columns lie beyond its edge, a line above it
+// says so and its edge is shaded.
+const beyond = new ResizeObserver((entries) => entries.forEach(({target}) => showEdge(target)));
+function showEdge(box) {
+  const hidden = box.scrollWidth - box.clientWidth;
+  box.parentNode.classList.toggle("wide", hidden > 1);
+  box.classList.toggle("more", hidden - box.scrollLeft > 1);
+}
+
 function table(caption, columns, rows) {
   const head = el("tr");
   for (const {name, note, text} of columns)
@@ -18,13 +26,21 @@ function table(caption, columns, rows) {
     });
     body.append(row);
   }
-  return el(
-      "div", {class: "scroll", tabindex: "0", role: "region", "aria-label": caption},
-      el("table", {}, el("caption", {}, caption), el("thead", {}, head), body));
+  const box =
+      el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": caption},
+         el("table", {}, el("caption", {}, el("span", {}, caption)), el("thead", {}, head), body));
+  box.addEventListener("scroll", () => showEdge(box));
+  beyond.observe(box);
+  return el("div", {class: "table"}, el("p", {class: "hint", "aria-hidden": "true"}, "more columns: scroll sideways \u2192"), box);
 }
 
+// A spec, which may be broken after a colon or a comma and nowhere else.
+const spec = (text) => el(
+    "span", {class: "code"},
+    ...(text.match(/[^:,]+[:,]*|[:,]+/g) ?? []).flatMap((part, i) => (i ? [el("wbr"), part] : [part])));
+
 const named = (series) =>
-    [keyOf(series), el("span", {class: "code"}, series.label),
+    [keyOf(series), spec(series.label),
      series.partial ? el("span", {class: "badge"}, "unfinished") : null];
 
 // Summary and highlights ----------------------------------------------------------------------------------------------
@@ -51,6 +67,23 @@ function writeSummary() {
   ].filter(Boolean);
   byId("summary").textContent =
       `${parts.join("; ")}. Trained on ${listed(valuesOf("device"))} (${listed(valuesOf("machine"))}).`;
+  byId("made").textContent = `${madeText()} Page written by gradwire.`;
+}
+
+// What made the runs, when and where.
+const madeBy = (of) => [...new Set(data.runs.map((run) => (run.made ? of(run.made) : "")).filter(Boolean))];
+const madeVersions = () => madeBy(({version, commit}) => version + (commit ? ` (commit ${commit})` : ""));
+function madeDates() {
+  const dates = madeBy(({date}) => date).sort();
+  const [first, last] = [dates[0], dates[dates.length - 1]];
+  const shown = (date) => date.replace("T", " ").replace("Z", " UTC");
+  return dates.length < 2 ? dates.map(shown) : [`${shown(first)} to ${shown(last)}`];
+}
+function madeText() {
+  if (!madeVersions().length) return "The records do not say which version of gradwire made the runs.";
+  const older = data.runs.filter((run) => !run.made).length;
+  return `Runs made by gradwire ${listed(madeVersions())} on ${listed(madeBy(({host}) => host)) || "an unnamed host"}, ${
+      madeDates().join("")}${older ? ` (${older} of ${data.runs.length} records do not say)` : ""}.`;
 }
 
 const isLevel = (series) => series.difference !== null && known(series.difference.mean) &&
@@ -130,8 +163,6 @@ function writeHeadline() {
     "\u00b1 is the sample standard deviation over seeds.",
     "Ratio is the number of bytes that fp32 would send in as many steps divided by the bytes sent, everything counted."
   ];
-  if (data.series.every((series) => series.runs === 1))
-    notes.push("There is one seed per codec, so small differences may be noise.");
   if (data.series.some((series) => series.difference))
     notes.push("Differences from fp32 are taken seed by seed, then averaged.");
   const foreign = data.series.filter(
@@ -146,6 +177,11 @@ function writeHeadline() {
     notes.push(
         "Unfinished runs are left out of means where a finished one exists; a codec marked unfinished shows how far it got.");
   byId("headline-note").textContent = notes.join(" ");
+  const lone = data.series.filter((series) => series.counted < 2);
+  byId("one-seed").hidden = !lone.length;
+  byId("one-seed").textContent =
+      `${lone.length === data.series.length ? "One seed" : `One seed only of ${listed(lone.map((series) => series.label))}`}: ` +
+      "there is no spread, so a small difference may be noise. Repeat the comparison with --seeds 3 or more before you decide.";
 }
 
 function writeProjection() {
@@ -176,9 +212,37 @@ function writeProjection() {
     const base = data.series[reference.reference].final.mean;
     const target = isPercent(metric) ? base - 0.005 : base * 1.01;
     note = `Target: fp32\u2019s final test ${metric} ${isPercent(metric) ? "minus 0.5 points" : "plus 1 %"}, ${
-        valueText(target, metric)}, reached at the end of the first epoch whose mean is there.`;
+        valueText(target, metric)}, reached at the first evaluation whose mean is there.`;
   }
   byId("projection-note").textContent = note;
+  byId("compute-note").textContent = [...computeNotes(list), ...wallNotes(list)].join(" ");
+}
+
+// Compute is one number for all codecs: the model computes the same with each of them.
+function computeNotes(list) {
+  const kinds = new Map(list.filter((series) => series.compute.runs).map((series) => [
+    JSON.stringify(series.compute), series
+  ]));
+  return [...kinds.values()].map((series) => {
+    const {median, least, most, runs} = series.compute;
+    const of = kinds.size > 1 ? ` (${series.label})` : "";
+    return runs > 1 ?
+        `Compute${of} is ${secondsText(median)} a step, the median of all ${runs} runs, which took ${secondsText(least)} to ${
+            secondsText(most)}: the codec does not change it, the noise of the machine does.` :
+        `Compute${of} is ${secondsText(median)} a step, as measured in one run.`;
+  });
+}
+
+// A projection that is shorter than what the clock on the wall said needs a word.
+function wallNotes(list) {
+  const last = data.links.length - 1;
+  const sooner = list.filter((series) => !series.partial && finishOn(series, last) < series.wall);
+  if (!sooner.length) return [];
+  const one = sooner.reduce((a, b) => (a.wall / finishOn(a, last) > b.wall / finishOn(b, last) ? a : b));
+  return [`A projection may be shorter than the wall-clock time in the first table (${one.label}: ${
+      secondsText(finishOn(one, last))} at ${linkText(data.links[last])}, ${
+      secondsText(one.wall)} by the clock): there the workers shared the cores of one machine and waited for each ` +
+      "other; here each worker has a processor of its own."];
 }
 
 // What was learned ----------------------------------------------------------------------------------------------------
@@ -221,11 +285,14 @@ function writeSettings() {
     same.append(
         el("div", {}, el("dt", {}, name), el("dd", {}, /^\d{5,}$/.test(value) ? count(value) : valuesOf(name)[0])));
   }
+  for (const [name, values] of
+           [["gradwire", madeVersions()], ["run on", madeDates()], ["host", madeBy(({host}) => host)]])
+    same.append(el("div", {}, el("dt", {}, name), el("dd", {}, listed(values) || "not recorded")));
   const columns =
       [{name: "Codec"}, {name: "Spec in full", text: true}, ...data.varied.map((name) => ({name, text: true}))];
   const rows = data.series.map(
       (series) =>
-          [named(series), el("span", {class: "code"}, series.settings.codec),
+          [named(series), spec(series.settings.codec),
            ...data.varied.map((name) => series.settings[name] || NONE)]);
   const which = ["task", "model"].filter((name) => data.varied.includes(name));
   const runs = data.runs.map((run) => {
@@ -255,6 +322,7 @@ function writeSettings() {
   ];
   if (commands.length) {
     parts.push(el("h3", {}, commands.length > 1 ? "Commands to repeat it" : "Command to repeat it"));
+    parts.push(el("p", {class: "note"}, "It writes to another folder: in the first one every run is finished and none is repeated."));
     for (const command of commands)
       parts.push(el("pre", {tabindex: "0", role: "region", "aria-label": "Command"}, command));
   }
