@@ -218,7 +218,9 @@ void add_serve(CLI::App& app, Action& action) {
       "Examples:\n"
       "  gradwire serve --listen 127.0.0.1:7070 --min-workers 2 --checkpoint ps.gwc --watch 127.0.0.1:7071\n"
       "  gradwire train --server 127.0.0.1:7070 --optimizer qadam --up loggrid:k=2 --down unigrid:bits=8\n"
-      "  gradwire serve --listen 0.0.0.0:7070 --tls-cert s.pem --tls-key s.key --tls-ca ca.pem --token-file token");
+      "  gradwire serve --make-certificates certificates --names ps.example.org\n"
+      "  gradwire serve --listen 0.0.0.0:7070 --tls-cert certificates/server.pem --tls-key certificates/server.key \\\n"
+      "    --tls-ca certificates/ca.pem --token-file certificates/token");
   command->callback([&action, options] { action = [options] { serve(*options); }; });
 }
 
