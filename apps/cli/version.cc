@@ -13,6 +13,4 @@ std::string version_text() {
   return commit.empty() ? version : version + " (commit " + commit + ")";
 }
 
-std::string commit_text() { return GRADWIRE_COMMIT; }
-
 }  // namespace gradwire::app

@@ -8,6 +8,5 @@ namespace gradwire::app {
 
 std::string commit_text();   // "0123abc"; empty without git
 std::string version_text();  // "0.1.0 (commit 0123abc)"; without git, "0.1.0"
-std::string commit_text();   // "0123abc", or nothing
 
 }  // namespace gradwire::app
