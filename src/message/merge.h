@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A second way to average messages of `casq:mode=paper,counts=on` (CASQ's "merge"). The tables of the senders are
-// averaged bucket by bucket, weighted by their counts, and every element takes the mean over the senders of its bucket
-// there. Tables are small, so that their sum may be all-reduced, and a receiver looks up one table instead of W. The
-// price is an error where senders differ; decoding each message and averaging the results is exact.
+// A second way to average messages, for codecs whose tables say how many elements stand behind each value (UnitOps in
+// codec/unit.h). The tables of the senders are averaged bucket by bucket, weighted by these counts, and every element
+// takes the mean over the senders of its bucket there. Tables are small, so that their sum may be all-reduced, and a
+// receiver looks up one table instead of W. The price is an error where senders differ; decoding each message and
+// averaging the results is exact.
 #pragma once
 
 #include <cstddef>
