@@ -134,6 +134,7 @@ std::optional<uint32_t> Membership::forget_oldest() {
 }
 
 void Membership::count_step(WorkerRecord& worker, uint32_t shard) {
+  most_present_ = std::max(most_present_, present());
   ++worker.clock[shard];
   // A straggler that is heard of again goes on where the others are; otherwise they would wait for it to catch up.
   if (!std::exchange(worker.straggler[shard], 0)) return;

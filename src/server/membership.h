@@ -47,7 +47,9 @@ class Membership {
   std::map<uint32_t, WorkerRecord>& all() { return workers_; }
   const std::map<uint32_t, WorkerRecord>& all() const { return workers_; }
 
-  uint32_t present() const;       // how many take part
+  uint32_t present() const;  // how many take part
+  // The most that took part at one time, at least 1. As many can have made an update stale, also those that have left.
+  uint32_t most_present() const { return most_present_; }
   uint32_t buffer_owner() const;  // the slot whose buffers are kept: of those that take part, the one that came first
   std::optional<double> loss() const;               // the mean of what the connected workers reported last
   uint64_t most_steps(size_t weight_shards) const;  // of the worker that has made most
@@ -80,6 +82,7 @@ class Membership {
   std::map<uint32_t, WorkerRecord> workers_;  // by slot
   std::map<const Session*, uint32_t> slots_;  // of the sessions
   uint32_t next_slot_ = 0;
+  uint32_t most_present_ = 1;
 };
 
 }  // namespace gradwire::server

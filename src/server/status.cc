@@ -137,8 +137,7 @@ json Status::staleness() const {
           {"max", staleness_max_},
           {"sum", staleness_sum_},
           {"updates", staleness_count_},
-          {"bound",
-           options.async ? json(std::max(1u, membership_.present()) * (2 * options.staleness + 1)) : json(nullptr)}};
+          {"bound", options.async ? json(membership_.most_present() * (2 * options.staleness + 1)) : json(nullptr)}};
 }
 
 json Status::step_seconds() const {

@@ -89,13 +89,14 @@ void Steps::update_at_once(const ModelPointer& model, PendingAnswer answer, cons
   const uint32_t index = answer.request.shard;
   ServerShard& shard = *model->queues[index].shard;
   const uint64_t staleness = shard.version() > answer.request.step ? shard.version() - answer.request.step : 0;
-  uint32_t workers;
+  uint32_t workers, most;
   {
     const std::lock_guard lock(context_.mutex);
     workers = std::max(1u, membership_.present());
+    most = membership_.most_present();
   }
   // A worker that keeps to the rule is never staler than that, so only one that was not waited for can be refused.
-  const uint64_t allowed = workers * (2 * context_.options.staleness + 1);
+  const uint64_t allowed = most * (2 * context_.options.staleness + 1);
   answer.status = shard.has_applied(answer.slot, answer.request.sequence) ? UpdateStatus::again
                   : staleness > allowed                                   ? UpdateStatus::late
                                         : shard.apply(answer.slot, answer.request, payload, workers);

@@ -216,6 +216,23 @@ TEST(Server, WithoutStepsWorkersRunAtTheirOwnPaceWithinTheBound) {
   EXPECT_LT(next.distance(), 0.25);
 }
 
+TEST(Server, WithoutStepsAWorkerIsNotTooStaleBecauseTheOthersHaveLeft) {
+  HubOptions options = quick(1);
+  options.async = true;
+  options.staleness = 2;
+  ServerFixture server(options);
+  ToyWorkers toys = make_workers(server, small_signature(), 7);
+  for (auto& toy : toys) toy->join();
+  for (size_t i = 1; i < toys.size(); ++i) {
+    toys[i]->work();
+    EXPECT_TRUE(toys[i]->client.leave(kPatience));
+  }
+  toys[0]->work();  // six updates behind, which one worker alone cannot be
+  EXPECT_EQ(server.hub()->status()["refused"]["late"], 0);
+  EXPECT_TRUE(toys[0]->client.leave(kPatience));
+  expect_ledger(*server.hub());
+}
+
 TEST(Server, WithoutStepsANewcomerBeginsAtTheStepOfTheOthers) {
   HubOptions options = quick(1);
   options.async = true;
