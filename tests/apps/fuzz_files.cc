@@ -112,7 +112,7 @@ void fuzz_record(Source source) {
   const auto how = source.next<uint8_t>();
   const std::string text = how % 4 == 0 ? source.rest() : how % 4 == 1 ? nested_json(source) : altered(source, honest);
   std::string why;
-  const nlohmann::json record = parse_bounded(text, why);
+  const nlohmann::json record = io::parse_bounded(text, why);
   if (!why.empty()) return;
   try {
     const app::Run run = app::parse_run(record);

@@ -11,6 +11,7 @@
 
 #include "gradwire/error.h"
 #include "gradwire/message.h"
+#include "message/layout.h"
 #include "server/client.h"
 #include "support/fuzz_source.h"
 

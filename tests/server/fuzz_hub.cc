@@ -25,6 +25,7 @@
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 #include "gradwire/runner.h"
+#include "message/layout.h"
 #include "server/hub.h"
 #include "support/fuzz_source.h"
 
