@@ -40,8 +40,8 @@ demo: setup  ## train a small network with five codecs, 4 workers each; build/de
 ifeq ($(TORCH),OFF)
 	build/bin/gradwire demo
 else
-	build/bin/gradwire compare --task fashion-mnist --model cnn --workers 4 --limit 20000 --epochs 3 \
-	  --evaluate-every 39 --out build/demo \
+	build/bin/gradwire compare --task fashion-mnist --model cnn --workers 4 --limit 16000 --epochs 3 \
+	  --evaluate-every 31 --out build/demo \
 	  --codec fp32 --codec qsgd:bits=4 --codec optquant:bits=3 --codec casq:bits=2 --codec dqsgd:budget=4.5
 endif
 

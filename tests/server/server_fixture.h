@@ -192,6 +192,12 @@ inline Signature small_signature(uint64_t scale = 1) {
   return signature;
 }
 
+inline Signature plain_signature() {  // without compression
+  Signature signature = small_signature();
+  signature.up = signature.down = "fp32";
+  return signature;
+}
+
 // ToyTensors of a model, with the pointers that clients take.
 struct ToyTensors {
   std::vector<std::vector<float>> values;

@@ -10,16 +10,12 @@
 namespace gradwire::server {
 namespace {
 
-Signature plain() {
-  Signature signature = small_signature();
-  signature.up = signature.down = "fp32";
-  return signature;
-}
-
 // An honest worker beside others that send malformed frames. It knows what its weights must be.
 class HonestWorker {
  public:
-  explicit HonestWorker(ServerFixture& server) : toy_(server, plain(), 1), expected_(plain()) { toy_.join(); }
+  explicit HonestWorker(ServerFixture& server) : toy_(server, plain_signature(), 1), expected_(plain_signature()) {
+    toy_.join();
+  }
   void expect_unharmed() {
     toy_.work();
     for (size_t i = 0; i < expected_.values.size(); ++i)
@@ -61,7 +57,7 @@ TEST(ServerMalformed, NothingIsHeardBeforeAHello) {
     if (model) honest.emplace(server);
     for (uint8_t kind = 2; kind <= 68; kind = kind == 8 ? 65 : static_cast<uint8_t>(kind + 1)) {
       UntrustedWorker untrusted(server);
-      untrusted.say({.kind = static_cast<FrameKind>(kind), .sequence = 1}, message_of(plain(), 0, 1));
+      untrusted.say({.kind = static_cast<FrameKind>(kind), .sequence = 1}, message_of(plain_signature(), 0, 1));
       EXPECT_TRUE(untrusted.read());
       EXPECT_TRUE(untrusted.refused()) << int{kind};
     }
@@ -73,7 +69,7 @@ TEST(ServerMalformed, HellosThatAreNoneAreRefusedInWords) {
   HubOptions options = fault_options(1);
   options.limits.max_elements = 100000;
   ServerFixture server(options);
-  const nlohmann::json good = {{"id", "stranger0"}, {"name", ""}, {"signature", plain().json()}};
+  const nlohmann::json good = {{"id", "stranger0"}, {"name", ""}, {"signature", plain_signature().json()}};
   const auto with = [&](const char* path, nlohmann::json value) {
     nlohmann::json text = good;
     text[nlohmann::json::json_pointer(path)] = std::move(value);
@@ -131,19 +127,19 @@ TEST(ServerMalformed, HellosThatAreNoneAreRefusedInWords) {
   HonestWorker honest(server);
   honest.expect_unharmed();
   UntrustedWorker twice(server);
-  twice.hello(plain());
+  twice.hello(plain_signature());
   EXPECT_TRUE(twice.hears(FrameKind::welcome));
-  twice.hello(plain());
+  twice.hello(plain_signature());
   EXPECT_TRUE(twice.refused());
 }
 
 TEST(ServerMalformed, NoMalformedFrameChangesAWeight) {
-  Signature other = plain();
+  Signature other = plain_signature();
   other.parameters[0].shape = {30, 100};
   other.parameters[0].name = "other";
-  std::vector<std::byte> flipped = *message_of(plain(), 0, 1);
+  std::vector<std::byte> flipped = *message_of(plain_signature(), 0, 1);
   flipped[flipped.size() / 2] ^= std::byte{1};
-  const Blob fine = message_of(plain(), 0, 1), torn = make_blob({fine->begin(), fine->begin() + 1000});
+  const Blob fine = message_of(plain_signature(), 0, 1), torn = make_blob({fine->begin(), fine->begin() + 1000});
   struct MalformedFrame {
     const char* name;
     Frame frame;
@@ -160,19 +156,22 @@ TEST(ServerMalformed, NoMalformedFrameChangesAWeight) {
        UpdateStatus::corrupt},
       {"torn", {.kind = FrameKind::update, .sequence = 1}, torn, UpdateStatus::corrupt},
       {"flipped", {.kind = FrameKind::update, .sequence = 1}, make_blob(flipped), UpdateStatus::corrupt, true},
-      {"another shard's", {.kind = FrameKind::update, .sequence = 1}, message_of(plain(), 1, 1), UpdateStatus::corrupt},
+      {"another shard's",
+       {.kind = FrameKind::update, .sequence = 1},
+       message_of(plain_signature(), 1, 1),
+       UpdateStatus::corrupt},
       {"another codec's",
        {.kind = FrameKind::update, .sequence = 1},
        message_of(small_signature(), 0, 1),
        UpdateStatus::corrupt},
       {"not a number",
        {.kind = FrameKind::update, .sequence = 1},
-       message_of(plain(), 0, std::nanf("")),
+       message_of(plain_signature(), 0, std::nanf("")),
        UpdateStatus::corrupt,
        true},
       {"infinite",
        {.kind = FrameKind::update, .sequence = 1},
-       message_of(plain(), 0, std::numeric_limits<float>::infinity()),
+       message_of(plain_signature(), 0, std::numeric_limits<float>::infinity()),
        UpdateStatus::corrupt,
        true},
       {"of the future",
@@ -189,7 +188,7 @@ TEST(ServerMalformed, NoMalformedFrameChangesAWeight) {
       {"residual of noise", {.kind = FrameKind::residual, .sequence = 1}, words("noise"), UpdateStatus::corrupt},
       {"residual of not a number",
        {.kind = FrameKind::residual, .sequence = 1},
-       message_of(plain(), 0, std::nanf("")),
+       message_of(plain_signature(), 0, std::nanf("")),
        UpdateStatus::corrupt},
       {"buffers of noise", {.kind = FrameKind::buffers}, words("noise"), {}},
       {"report of noise", {.kind = FrameKind::report}, words("\xff{"), {}},
@@ -205,7 +204,7 @@ TEST(ServerMalformed, NoMalformedFrameChangesAWeight) {
     SCOPED_TRACE(malformed.name);
     {
       UntrustedWorker untrusted(server);
-      untrusted.hello(plain());
+      untrusted.hello(plain_signature());
       ASSERT_TRUE(untrusted.hears(FrameKind::welcome));
       Frame frame = malformed.frame;
       if (frame.kind == FrameKind::update && frame.step == 0) frame.step = step;
@@ -231,10 +230,11 @@ TEST(ServerMalformed, AnUpdateThatIsNotFiniteIsLeftOutAndTheOthersOfItsStepCount
     ServerFixture server(fault_options(2));
     HonestWorker honest(server);
     UntrustedWorker untrusted(server);
-    untrusted.hello(plain());
+    untrusted.hello(plain_signature());
     ASSERT_TRUE(untrusted.hears(FrameKind::welcome));
     for (uint32_t p = 0; p < 4; ++p)
-      untrusted.say({.kind = FrameKind::update, .shard = p, .step = 0, .sequence = 1}, message_of(plain(), p, poison));
+      untrusted.say({.kind = FrameKind::update, .shard = p, .step = 0, .sequence = 1},
+                    message_of(plain_signature(), p, poison));
     honest.expect_unharmed();
     for (int p = 0; p < 4; ++p) {
       Frame frame;
@@ -251,7 +251,7 @@ TEST(ServerMalformed, AnUpdateThatIsNotFiniteIsLeftOutAndTheOthersOfItsStepCount
 
 TEST(ServerMalformed, WeightsStayFiniteWhateverFiniteUpdatesSay) {
   for (const bool updates : {false, true}) {
-    Signature signature = plain();
+    Signature signature = plain_signature();
     signature.sends_updates = updates;
     ServerFixture server(fault_options(1));
     ToyWorker toy(server, signature, 1);
@@ -269,15 +269,15 @@ TEST(ServerMalformed, WeightsStayFiniteWhateverFiniteUpdatesSay) {
 TEST(ServerMalformed, FirstWeightsAreAllOfOneWorker) {
   ServerFixture server(fault_options(1));
   auto first = std::make_unique<UntrustedWorker>(server);
-  first->hello(plain(), "initialiser-1");
+  first->hello(plain_signature(), "initialiser-1");
   ASSERT_TRUE(first->hears(FrameKind::welcome));
-  ToyWorker second(server, plain(), 2);
+  ToyWorker second(server, plain_signature(), 2);
   std::fill(second.weights.values[0].begin(), second.weights.values[0].end(), 7.0f);
   std::fill(second.weights.values[2].begin(), second.weights.values[2].end(), 7.0f);
   std::thread waits([&] { second.join(); });
   ASSERT_TRUE(eventually([&] { return server.hub()->status()["workers"]["present"] == 2; }));
   for (uint32_t p = 0; p < 3; ++p)
-    first->say({.kind = FrameKind::initial, .shard = p}, message_of(plain(), p, 1, ShardMessage::whole));
+    first->say({.kind = FrameKind::initial, .shard = p}, message_of(plain_signature(), p, 1, ShardMessage::whole));
   ASSERT_TRUE(first->read());
   first.reset();  // dies before the last part
   waits.join();
@@ -288,19 +288,19 @@ TEST(ServerMalformed, FirstWeightsAreAllOfOneWorker) {
 TEST(ServerMalformed, WhoBringsTheFirstWeightsMayLoseItsConnection) {
   ServerFixture server(fault_options(1));
   UntrustedWorker first(server);
-  first.hello(plain(), "initialiser-1");
+  first.hello(plain_signature(), "initialiser-1");
   ASSERT_TRUE(first.hears(FrameKind::welcome));
-  first.say({.kind = FrameKind::initial, .shard = 0}, message_of(plain(), 0, 1, ShardMessage::whole));
+  first.say({.kind = FrameKind::initial, .shard = 0}, message_of(plain_signature(), 0, 1, ShardMessage::whole));
   UntrustedWorker again(server);  // before the server has noticed
-  again.hello(plain(), "initialiser-1");
+  again.hello(plain_signature(), "initialiser-1");
   Frame frame;
   Blob payload;
   ASSERT_TRUE(again.hears(FrameKind::welcome, frame, payload));
   EXPECT_TRUE(read_text(*payload)["initial"]);
   EXPECT_TRUE(first.refused());
   for (uint32_t p = 0; p < 4; ++p)
-    again.say({.kind = FrameKind::initial, .shard = p}, message_of(plain(), p, 1, ShardMessage::whole));
-  ToyWorker toy(server, plain(), 2);
+    again.say({.kind = FrameKind::initial, .shard = p}, message_of(plain_signature(), p, 1, ShardMessage::whole));
+  ToyWorker toy(server, plain_signature(), 2);
   EXPECT_EQ(toy.join(), 0u);
   EXPECT_EQ(toy.weights.values[0][0], 1.0f);
 }
@@ -331,15 +331,15 @@ TEST(ServerMalformed, BeforeTheFirstWeightsNothingIsTakenOrSaved) {
   for (const Frame& frame : {Frame{.kind = FrameKind::update, .sequence = 1}, Frame{.kind = FrameKind::pull},
                              Frame{.kind = FrameKind::residual, .sequence = 1}, Frame{.kind = FrameKind::initial}}) {
     UntrustedWorker untrusted(server);
-    untrusted.hello(plain());
+    untrusted.hello(plain_signature());
     ASSERT_TRUE(untrusted.hears(FrameKind::welcome));
-    untrusted.say(frame, message_of(plain(), 0, frame.kind == FrameKind::initial ? std::nanf("") : 1));
+    untrusted.say(frame, message_of(plain_signature(), 0, frame.kind == FrameKind::initial ? std::nanf("") : 1));
     EXPECT_TRUE(untrusted.read());
     EXPECT_TRUE(eventually([&] { return untrusted.refused(); }));
   }
   {
     UntrustedWorker untrusted(server);
-    untrusted.hello(plain());
+    untrusted.hello(plain_signature());
     ASSERT_TRUE(untrusted.hears(FrameKind::welcome));
     untrusted.say({.kind = FrameKind::goodbye}, nullptr);
     EXPECT_TRUE(untrusted.hears(FrameKind::notice));

@@ -12,12 +12,6 @@ namespace {
 
 double resident_mb() { return static_cast<double>(resident_memory()) / 1e6; }
 
-Signature plain() {
-  Signature signature = small_signature();
-  signature.up = signature.down = "fp32";
-  return signature;
-}
-
 template <class Work>
 std::pair<std::string, std::string> refusal_of(const Work& work) {  // its field and its words
   try {
@@ -37,7 +31,7 @@ TEST(ServerStrangers, AHelloTakesNoMemoryForTheModelThatItClaims) {
     HubOptions options = fault_options(1);
     options.shard_elements = uint64_t{1} << 20;
     ServerFixture server(options);
-    Signature huge = plain();
+    Signature huge = plain_signature();
     huge.parameters = {{"weight", {1000, 1000, 1000}}};
     huge.sends_updates = huge.pools = pools;
     const double before = resident_mb();
@@ -65,9 +59,9 @@ TEST(ServerStrangers, FirstWeightsThatDoNotComeAreAskedOfTheNext) {
   options.initial_s = 0.2;
   ServerFixture server(options);
   UntrustedWorker slow(server);
-  slow.hello(plain(), "slow-worker");
+  slow.hello(plain_signature(), "slow-worker");
   ASSERT_TRUE(slow.hears(FrameKind::welcome));
-  ToyWorker honest(server, plain(), 1);
+  ToyWorker honest(server, plain_signature(), 1);
   EXPECT_EQ(honest.join(), 0u);
   EXPECT_EQ(honest.work(), 1u);
   EXPECT_TRUE(eventually([&] { return slow.refused(); }));
@@ -80,16 +74,16 @@ TEST(ServerStrangers, TheSameShardAgainAndAgainBuysNoTime) {
   options.initial_s = 0.2;
   ServerFixture server(options);
   UntrustedWorker slow(server);
-  slow.hello(plain(), "slow-worker");
+  slow.hello(plain_signature(), "slow-worker");
   ASSERT_TRUE(slow.hears(FrameKind::welcome));
-  const Blob first = message_of(plain(), 0, 1, ShardMessage::whole);
+  const Blob first = message_of(plain_signature(), 0, 1, ShardMessage::whole);
   EXPECT_TRUE(eventually([&] {
     if (slow.refused()) return true;
     slow.say({.kind = FrameKind::initial, .shard = 0}, first);
     return false;
   }));
   // It was the only one that knew of this model: the next worker brings its own.
-  Signature other = plain();
+  Signature other = plain_signature();
   other.parameters.pop_back();
   ToyWorker honest(server, other, 1);
   EXPECT_EQ(honest.join(), 0u);
@@ -117,7 +111,7 @@ TEST(ServerStrangers, AForgedCheckpointIsRefusedByName) {
   options.checkpoint = scratch_file("forged");
   {
     ServerFixture server(options);
-    ToyWorker one(server, plain(), 1), two(server, plain(), 2);
+    ToyWorker one(server, plain_signature(), 1), two(server, plain_signature(), 2);
     one.join();
     two.join();
     EXPECT_TRUE(one.client.leave(kPatience));
@@ -153,8 +147,8 @@ TEST(ServerStrangers, ABenchmarkNeedsAServerForBenchmarksAndTrainingOneForTraini
     options.bench = bench;
     ServerFixture server(options);
     const auto join = [&](bool as_bench) {
-      ToyTensors weights(plain());
-      Client client({.signature = plain(),
+      ToyTensors weights(plain_signature());
+      Client client({.signature = plain_signature(),
                      .dial = server.dialer(),
                      .name = "",
                      .id = {},
@@ -179,9 +173,9 @@ TEST(ServerStrangers, RefusalsAreInTheJournalAndCannotFillIt) {
     if (event["event"] == "refused") lines.push_back(event);
   };
   ServerFixture server(options);
-  ToyWorker honest(server, plain(), 1);
+  ToyWorker honest(server, plain_signature(), 1);
   honest.join();
-  Signature other = plain();
+  Signature other = plain_signature();
   other.up = "qsgd:bits=4";
   const auto begin = SteadyClock::now();
   for (int i = 0; i < 500; ++i) {
@@ -207,7 +201,7 @@ TEST(ServerStrangers, CheckpointsAreInTheJournal) {
     if (event["event"] == "saved" && saved.is_null()) saved = event;
   };
   ServerFixture server(options);
-  ToyWorker honest(server, plain(), 1);
+  ToyWorker honest(server, plain_signature(), 1);
   honest.join();
   EXPECT_TRUE(eventually([&] {
     const std::lock_guard lock(mutex);
