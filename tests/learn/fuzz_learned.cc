@@ -68,7 +68,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     Learner honest(codec, kElements, 1);
     train(honest, 0, how / 2 % 4, 0.1);
     state = honest.save();
-    while (source.size > 0 && !state.empty()) {
+    while (source.size > 0 && state.size() >= 8) {  // in words of 8 bytes
       const size_t at = source.next<uint8_t>() % (state.size() / 8) * 8;
       uint64_t word = source.next<uint8_t>() % 2 ? source.next<uint64_t>() : source.next<uint8_t>();
       std::memcpy(state.data() + at, &word, sizeof word);
