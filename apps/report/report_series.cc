@@ -66,8 +66,8 @@ double mean_bits(const Run& run) {
   return before == 0 ? run.epochs.back().bits : sum / static_cast<double>(before);
 }
 
-// All evaluations of a run, those at the ends of epochs among them. A run of fewer steps ends within its last epoch, and
-// that end stands where it belongs among the others.
+// All evaluations of a run, those at the ends of epochs among them. A run of fewer steps ends within its last epoch,
+// and that end stands where it belongs among the others.
 std::vector<Evaluation> evaluations_of(const Run& run) {
   std::vector<Evaluation> all = run.points;
   const auto place_of = [&](const Epoch& epoch) {

@@ -125,12 +125,12 @@ void fuzz_record(Source source) {
 
 // Data sets: the honest files of a small one, and one of them as the input says.
 
-class Folder {
+class InputFolder {
  public:
-  Folder() : path_(fs::temp_directory_path() / ("gradwire_fuzz_files_" + std::to_string(::getpid()))) {
+  InputFolder() : path_(fs::temp_directory_path() / ("gradwire_fuzz_files_" + std::to_string(::getpid()))) {
     fs::create_directories(path_);
   }
-  ~Folder() { fs::remove_all(path_); }
+  ~InputFolder() { fs::remove_all(path_); }
   std::string path() const { return path_.string(); }
   void clear() const {
     for (const auto& one : fs::directory_iterator(path_)) fs::remove_all(one);
@@ -158,7 +158,7 @@ std::string big_endian(std::initializer_list<uint32_t> words) {
 }
 
 void fuzz_data(Source source) {
-  static const Folder folder;
+  static const InputFolder folder;
   folder.clear();
   const auto how = source.next<uint8_t>();
   const auto which = source.next<uint8_t>();

@@ -71,15 +71,15 @@ Speaks plain_answer(const HostPort& to) {
 }
 
 template <auto Free>
-struct Freed {
+struct ProbeFreed {
   template <class T>
   void operator()(T* one) const {
     Free(one);
   }
 };
-using Context = std::unique_ptr<SSL_CTX, Freed<SSL_CTX_free>>;
-using Connection = std::unique_ptr<SSL, Freed<SSL_free>>;
-using Memory = std::unique_ptr<BIO, Freed<BIO_free>>;
+using Context = std::unique_ptr<SSL_CTX, ProbeFreed<SSL_CTX_free>>;
+using Connection = std::unique_ptr<SSL, ProbeFreed<SSL_free>>;
+using Memory = std::unique_ptr<BIO, ProbeFreed<BIO_free>>;
 
 Memory memory_of(const std::string& text) {
   return Memory(BIO_new_mem_buf(text.data(), static_cast<int>(text.size())));
