@@ -58,7 +58,14 @@ class Buffer:
 
 class TensorSpec:
     def __init__(
-        self, name: str, count: int, dtype: str, codec: Codec, first: int = ..., name_hash: Optional[int] = ...
+        self,
+        name: str,
+        count: int,
+        dtype: str,
+        codec: Codec,
+        first: int = ...,
+        name_hash: Optional[int] = ...,
+        shape: Sequence[int] = ...,
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -70,6 +77,8 @@ class TensorSpec:
     def codec(self) -> Codec: ...
     @property
     def first(self) -> int: ...
+    @property
+    def shape(self) -> Tuple[int, ...]: ...
     @property
     def name_hash(self) -> int: ...
 
