@@ -6,7 +6,6 @@ outlives its test."""
 
 import json
 import os
-import select
 import signal
 import socket
 import struct
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 
 import train_fixture as lab
+from relay_fixture import Wires
 from train_fixture import BAD_INPUT, IO, PROGRAM, USAGE, refuse, train
 
 PEER = 6  # exit code: a peer has failed
@@ -223,66 +223,17 @@ def test_workers_go_on_by_themselves_when_the_server_is_back_and_nothing_is_lost
         assert end["weights"] == undisturbed and end["server"]["reconnects"] >= 1 and end["server"]["confirmed"]
 
 
-class Relay:
-    """TCP to a server, through a wire that can be cut: bytes stay where they are, and then both ends are reset."""
-
-    def __init__(self, address):
-        host, port = address.rsplit(":", 1)
-        self.target, self.other, self.stopped = (host, int(port)), {}, False
-        self.cut, self.stands, self.healed = threading.Event(), threading.Event(), threading.Event()
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
-        self.thread = threading.Thread(target=self.run)
-        self.thread.start()
-
-    def run(self):
-        while not self.stopped:
-            if self.cut.is_set():
-                self.stands.set()
-                self.healed.wait(SECONDS)
-                for end in list(self.other):
-                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    end.close()
-                self.other = {}
-                self.cut.clear()
-            for one in select.select([self.listener, *self.other], [], [], 0.02)[0]:
-                if one is self.listener:
-                    client, server = self.listener.accept()[0], socket.create_connection(self.target)
-                    for end in client, server:
-                        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    self.other.update({client: server, server: client})
-                elif one in self.other:
-                    try:
-                        content = one.recv(1 << 18)
-                        self.other[one].sendall(content)
-                    except OSError:
-                        content = b""
-                    if not content:
-                        for end in one, self.other.pop(one):
-                            self.other.pop(end, None)
-                            end.close()
-        for end in [self.listener, *self.other]:
-            end.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.stopped = True
-        self.healed.set()
-        self.thread.join()
-
-
 def test_a_network_that_is_cut_and_heals_changes_nothing(base, undisturbed):
-    with serve("--min-workers", 2) as server, Relay(server.address) as relay:
-        with work(server, *base, *LONG) as one, work(relay, *base, *LONG) as two:
+    with serve("--min-workers", 2) as server, Wires() as wires:
+        wires.target = server.address
+        wire = wires.make()
+        with work(server, *base, *LONG) as one, work(wire, *base, *LONG) as two:
             two.until_step(100)
-            relay.cut.set()
-            assert relay.stands.wait(SECONDS)
+            wire.cut()
             stuck = status(server)["step"]
             time.sleep(1)  # time enough for many steps, if there were any
             assert status(server)["step"] <= stuck + 1 < 960, "no worker goes on without the other"
-            relay.healed.set()
+            wire.heal(reset=True)
             ends = [one.end(), two.end()]
         assert [end["weights"] for end in ends] == [undisturbed, undisturbed]
         assert ends[1]["server"]["reconnects"] >= 1 and ends[0]["server"]["reconnects"] == 0
