@@ -117,7 +117,10 @@ class Soak:
     def __init__(self, folder, wires, log):
         self.folder, self.wires, self.log, self.random = folder, wires, log, random.Random(SEED)
         self.processes, self.workers, self.lives = [], [], []
-        self.counts, self.relative, self.steps, self.resets = collections.Counter(), [], 0, 0
+        self.counts, self.relative, self.steps = collections.Counter(), [], 0
+        self.notes = collections.Counter()
+
+    def begin(self):
         self.start_server()
         for _ in range(WORKERS):
             self.start_worker()
@@ -170,8 +173,7 @@ class Soak:
 
     def await_update(self, worker):
         """It takes part again: the server has applied an update of it that it had not."""
-        before = self.await_status(worker.row, "the worker is connected")
-        before = worker.row(before)["updates"]
+        before = worker.row(self.await_status(worker.row, "the worker is connected"))["updates"]
         self.await_status(lambda now: (worker.row(now) or {"updates": 0})["updates"] > before, "it sends updates")
 
     # Failures -------------------------------------------------------------------------------------------------------
@@ -179,7 +181,7 @@ class Soak:
     def kill(self):
         worker = self.random.choice(self.workers)
         if worker.trouble:
-            self.counts[f"kill, {worker.trouble[0]}"] += 1
+            self.notes["killed while stopped or cut off"] += 1
         worker.process.kill()
         assert worker.process.wait(SECONDS) == -signal.SIGKILL
         self.drop(worker)
@@ -222,7 +224,7 @@ class Soak:
                 worker.process.send_signal(signal.SIGCONT)
             else:
                 reset = self.random.random() < 0.5
-                self.resets += reset
+                self.notes["cut, healed by a reset"] += reset
                 worker.wire.heal(reset)
             worker.trouble = None
             self.await_update(worker)
@@ -311,6 +313,7 @@ def test_a_long_run_of_failures_in_random_order(tmp_path, capsys):
     with Wires() as wires, open(tmp_path / "soak.log", "w") as log:
         soak = Soak(tmp_path, wires, log)
         try:
+            soak.begin()
             for _ in range(EVENTS):
                 soak.disturb()
             end = soak.finish()
@@ -318,9 +321,9 @@ def test_a_long_run_of_failures_in_random_order(tmp_path, capsys):
             soak.kill_all()
     resident, files = soak.growth("resident"), soak.growth("files")
     rows = [(f"events: {kind}", count) for kind, count in sorted(soak.counts.items())]
+    rows += [(f"of these: {kind}", count) for kind, count in sorted(soak.notes.items())]
     rows += [
         ("seed, events, minutes", f"{SEED}, {EVENTS}, {(time.monotonic() - begin) / 60:.1f}"),
-        ("wires healed by a reset", soak.resets),
         ("lives of the server; processes", f"{len(soak.lives)}; {len(soak.processes)}"),
         ("steps of the model", end["step"]),
         ("steps that were waited for", soak.steps),
@@ -331,6 +334,7 @@ def test_a_long_run_of_failures_in_random_order(tmp_path, capsys):
     ]
     with capsys.disabled():
         print("\n" + "\n".join(f"{name:<54}{value}" for name, value in rows))
+    assert sum(soak.counts.values()) == EVENTS
     assert resident[1] - resident[0] < GROWTH_BYTES and resident[2] < GROWTH_BYTES
     assert files[1] - files[0] <= GROWTH_FILES and files[2] <= GROWTH_FILES
     assert all(process.returncode is not None for process in soak.processes)

@@ -44,6 +44,7 @@ class Wire:
             [asyncio.ensure_future(self.pump(reader, to_writer)), asyncio.ensure_future(self.pump(to_reader, writer))],
             return_when=asyncio.FIRST_COMPLETED,
         )
+        await self.flowing.wait()  # over a wire that is cut, neither end hears that the other one is gone
         for end in ends:
             end.transport.abort()
         self.ends -= ends
