@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -20,6 +21,7 @@
 #include "cli/interrupts.h"
 #include "cli/options.h"
 #include "cli/version.h"
+#include "core/file.h"
 #include "gradwire/error.h"
 #include "gradwire/version.h"
 #include "server/certificates.h"
@@ -53,19 +55,15 @@ class Journal {
       std::string line = fmt::format("{:%T}  {}", fmt::localtime(now), event.value("event", ""));
       for (const auto& [key, value] : event.items())
         if (key != "event")
-          line += fmt::format("  {} {}", key, value.is_string() ? printable(value.get<std::string>()) : value.dump());
+          line += fmt::format("  {} {}", key, value.is_string() ? value.get<std::string>() : value.dump());
+      // Names come from workers: print() sees to control characters, but a line must stay one line.
+      std::replace(line.begin(), line.end(), '\n', '?');
       print(line + "\n");
     }
     std::fflush(stdout);
   }
 
  private:
-  // Names come from workers, and must not command the terminal.
-  static std::string printable(std::string text) {
-    for (char& c : text)
-      if (static_cast<unsigned char>(c) < ' ' || c == 127) c = '?';
-    return text;
-  }
   bool json_;
 };
 
@@ -78,7 +76,7 @@ void raise_file_limit() {
 }
 
 void check(const ServeOptions& options) {
-  const std::string& path = options.hub.checkpoint;
+  const std::string path = place_of(options.hub.checkpoint);
   if (!options.hub.init.empty() && ::access(options.hub.init.c_str(), R_OK) != 0)
     throw Error(ErrorKind::io, fmt::format("init: {} cannot be read: {}", options.hub.init, std::strerror(errno)),
                 "init");

@@ -24,26 +24,6 @@ std::string folder_of(const std::string& path) {
   return slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1));
 }
 
-// Where a path leads: the end of a chain of symbolic links, whether something is there or not. The links of /proc, such
-// as those behind /dev/stdout, name an open file and not a place: the chain ends before them.
-std::string place_of(const std::string& path) {
-  std::string place = path;
-  for (int hops = 0; hops < 40; ++hops) {
-    if (place.starts_with("/proc/")) return place;
-    char target[PATH_MAX];
-    const ssize_t length = ::readlink(place.c_str(), target, sizeof target);
-    if (length < 0) return place;  // no link, or nothing at all
-    if (static_cast<size_t>(length) == sizeof target) {
-      errno = ENAMETOOLONG;
-      throw_errno(path, "follow the link", "path");
-    }
-    const std::string next(target, static_cast<size_t>(length));
-    place = next.starts_with('/') ? next : folder_of(place) + "/" + next;
-  }
-  errno = ELOOP;
-  throw_errno(path, "follow the link", "path");
-}
-
 struct Place {
   bool exists = false, replaceable = true, special = false;
   mode_t mode = 0;
@@ -69,6 +49,24 @@ Place look_at(const std::string& place) {
 
 void throw_errno(const std::string& path, const char* what, const char* field) {
   throw Error(ErrorKind::io, fmt::format("{}: cannot {}: {}", path, what, std::strerror(errno)), field);
+}
+
+std::string place_of(const std::string& path) {
+  std::string place = path;
+  for (int hops = 0; hops < 40; ++hops) {
+    if (place.starts_with("/proc/")) return place;
+    char target[PATH_MAX];
+    const ssize_t length = ::readlink(place.c_str(), target, sizeof target);
+    if (length < 0) return place;  // no link, or nothing at all
+    if (static_cast<size_t>(length) == sizeof target) {
+      errno = ENAMETOOLONG;
+      throw_errno(path, "follow the link", "path");
+    }
+    const std::string next(target, static_cast<size_t>(length));
+    place = next.starts_with('/') ? next : folder_of(place) + "/" + next;
+  }
+  errno = ELOOP;
+  throw_errno(path, "follow the link", "path");
 }
 
 FileReplacement::FileReplacement(std::string path, SpecialFile special)

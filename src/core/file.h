@@ -50,6 +50,10 @@ class FileReplacement {
 
 void replace_file(const std::string& path, std::span<const std::byte> bytes);
 
+// Where a path leads: the end of a chain of symbolic links, whether something is there or not. The links of /proc, such
+// as those behind /dev/stdout, name an open file and not a place: the chain ends before them.
+std::string place_of(const std::string& path);
+
 // Flushes the entries of `folder` to the disk; without this a rename may be undone by a power cut.
 void flush_folder(const std::string& folder);
 

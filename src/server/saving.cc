@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "core/file.h"
 #include "gradwire/error.h"
 
 namespace gradwire::server {
@@ -14,6 +15,9 @@ Saving::~Saving() { stop(); }
 
 void Saving::load() {
   if (context_.options.checkpoint.empty()) return;
+  // A symbolic link stays what it is: the file that it leads to now is the checkpoint, with its lock and the former one
+  // beside it. So two servers do not share a file by two names, and a link that is changed later changes nothing here.
+  context_.options.checkpoint = place_of(context_.options.checkpoint);
   lock_.emplace(context_.options.checkpoint);
   std::string note;
   const std::optional<ServerState> found = load_newest(context_.options.checkpoint, &note);

@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The server is killed at any point of a step, also while it saves, and its disk fails. Workers reconnect by themselves
 // and send again what it forgot: it ends with the weights of one that was never killed.
-#include <cstring>
+#include <fmt/format.h>
 
+#include <cstring>
+#include <ctime>
+#include <iostream>
+
+#include "server/model_state.h"
 #include "server/server_faults.h"
 
 namespace gradwire::server {
@@ -181,6 +186,67 @@ TEST(ServerRestart, ADamagedCheckpointIsAStepBackThatTheLedgerShows) {
   expect_agreement(toys);
   // Workers had been told that steps 3 to 5 were safe: these are gone, and not in silence.
   EXPECT_GT(server.hub()->status()["ledger"]["relative"], 1e-3);
+}
+
+TEST(ServerRestart, ACheckpointBehindALinkIsSavedWhereItLeadsAndTheLinkStays) {
+  namespace fs = std::filesystem;
+  const fs::path folder = scratch_file("behind_a_link"), link = folder / "link.gwc", there = folder / "far" / "ps.gwc";
+  fs::remove_all(folder);
+  fs::create_directories(there.parent_path());
+  fs::create_symlink("far/ps.gwc", link);  // it leads to nothing yet
+  HubOptions options = fault_options(1);
+  options.checkpoint = link.string();
+  options.save_every = 2;
+  ServerFixture server(options);
+  ToyWorkers toys = make_workers(server, small_signature(), 1);
+  join(toys);
+  work(toys, 4);
+  ASSERT_TRUE(on_disk(server, 4));
+  EXPECT_EQ(fs::read_symlink(link), "far/ps.gwc");
+  EXPECT_TRUE(fs::is_regular_file(fs::symlink_status(there)));
+  EXPECT_TRUE(fs::exists(there.string() + ".old"));
+  EXPECT_FALSE(fs::exists(fs::symlink_status(link.string() + ".old")));
+  // The file is in use, whichever of its names a second server is given.
+  options.checkpoint = there.string();
+  EXPECT_THROW(ServerHub{options}, Error);
+  server.kill();
+  server.start();
+  EXPECT_GE(server.hub()->status()["step"], 4);
+  work(toys, 6);
+  ASSERT_TRUE(on_disk(server, 6));
+  EXPECT_TRUE(fs::is_symlink(link));
+  server.kill();
+  fs::remove_all(folder);
+}
+
+// The largest number of tensors that a server takes. To restore them is about as much work as to read them, and not the
+// square of it.
+TEST(ServerRestart, ACheckpointOfManyTensorsIsLoadedInATimeThatGrowsWithTheirNumber) {
+  Signature signature;
+  for (uint64_t i = 0; i < ModelLimits{}.max_tensors; ++i)
+    signature.parameters.push_back({fmt::format("block.of.layers.{:06}.weight", i), {1}});
+  HubOptions options = fault_options(1);
+  options.checkpoint = scratch_file("many_tensors.gwc");
+  const ServerModel model(signature, options.shard_elements);
+  ModelCopy copy;
+  for (const ShardLayout& layout : model.layouts)
+    copy.shards.push_back({7, 0, std::vector<float>(layout.elements(), 0.5f), {}, {}});
+  ServerState state = copied_arrays(model, copy);
+  add_bookkeeping(state, model, copy, options, Membership(options));
+  state.extra["bytes_up"] = state.extra["bytes_down"] = 0;
+  state.extra["losses"] = nlohmann::json::array();
+  save_state(options.checkpoint, state);
+  const auto seconds = [] { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; };  // of the processor
+  double begin = seconds();
+  EXPECT_EQ(load_state(options.checkpoint).weights.size(), signature.parameters.size());
+  const double read = seconds() - begin;
+  begin = seconds();
+  ServerHub hub(options);
+  const double loaded = seconds() - begin;
+  EXPECT_EQ(hub.status()["step"], 7);
+  std::cout << "read in " << read << " s, loaded in " << loaded << " s\n";
+  EXPECT_LT(loaded, 8 * read);
+  std::filesystem::remove(options.checkpoint);
 }
 
 // The disk.

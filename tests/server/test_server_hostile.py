@@ -110,6 +110,23 @@ def load(server, *arguments, steps=3):
     return ["load", "--server", server.address, "--elements", 20000, "--steps", steps, *arguments]
 
 
+def test_the_journal_has_one_line_for_an_event_whatever_a_name_has(tmp_path):
+    checkpoint = tmp_path / "a\n23:59:59  stopped\x1b[2J\u009b.gwc"
+    server = subprocess.Popen([PROGRAM, "serve", "--bench", "--listen", "127.0.0.1:0", "--checkpoint", checkpoint],
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    try:
+        address = re.search(r"address (\S+)", server.stdout.readline()).group(1)
+        call("load", "--server", address, "--elements", 20000, "--steps", 3)
+        server.terminate()
+        rest, errors = server.communicate(timeout=SECONDS)
+    finally:
+        server.kill()
+        server.wait()
+    assert server.returncode == 0 and errors == "" and "a?23:59:59  stopped?[2J?.gwc" in rest
+    assert re.fullmatch(r"(\d\d:\d\d:\d\d  (joined|left|saved|stopped)[^\n]*\n)+", rest), rest
+    assert rest.count("  stopped\n") == 1
+
+
 # Descriptors --------------------------------------------------------------------------------------------------------
 
 
