@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <random>
+#include <string_view>
+#include <unordered_map>
 #include <utility>
 
 #include "gradwire/error.h"
@@ -123,14 +125,15 @@ std::shared_ptr<ServerModel> Admission::make_model(const Signature& signature) c
 void Admission::read_init(ServerModel& model) const {
   const std::string& path = context_.options.init;
   const SafetensorsFile file(path);
-  const std::vector<StoredTensor>& all = file.tensors();
+  std::unordered_map<std::string_view, const StoredTensor*> all;
+  for (const StoredTensor& one : file.tensors()) all.emplace(one.name, &one);
   std::vector<std::vector<float>> values;
   for (const Variable& one : model.signature.parameters) {
-    const auto found = std::find_if(all.begin(), all.end(), [&](const StoredTensor& t) { return t.name == one.name; });
+    const auto found = all.find(one.name);
     if (found == all.end()) throw Error(ErrorKind::usage, fmt::format("{} has no tensor '{}'", path, one.name), "init");
-    if (found->shape != one.shape)
+    if (found->second->shape != one.shape)
       throw Error(ErrorKind::usage, fmt::format("'{}' has another shape in {}", one.name, path), "init");
-    values.push_back(file.read_f32(*found));
+    values.push_back(file.read_f32(*found->second));
   }
   const std::vector<std::span<const float>> spans(values.begin(), values.end());
   // No other thread knows this model yet, so its shards can be set here and not on their strands.

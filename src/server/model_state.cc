@@ -5,6 +5,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <string_view>
+#include <unordered_map>
 
 #include "gradwire/error.h"
 
@@ -18,11 +20,21 @@ constexpr uint64_t kMaxVersion = uint64_t{1} << 62;  // no run comes near it, an
 std::string pool_name(size_t shard) { return fmt::format("gradwire.pool.{}", shard); }
 std::string residual_name(size_t shard) { return fmt::format("gradwire.owed.{}", shard); }
 
-const StoredArray& find_array(const std::vector<StoredArray>& list, const std::string& name) {
-  for (const StoredArray& one : list)
-    if (one.name == name) return one;
-  throw Error(ErrorKind::frame, fmt::format("bad state: there is no '{}'", name), name);
-}
+// A list of arrays by their names. A model may have 100,000 of them, so none is searched for from the beginning.
+class ArrayIndex {
+ public:
+  explicit ArrayIndex(const std::vector<StoredArray>& list) {
+    for (const StoredArray& one : list) by_name_.emplace(one.name, &one);
+  }
+  const StoredArray& find(const std::string& name) const {
+    const auto found = by_name_.find(name);
+    if (found == by_name_.end()) throw Error(ErrorKind::frame, fmt::format("bad state: there is no '{}'", name), name);
+    return *found->second;
+  }
+
+ private:
+  std::unordered_map<std::string_view, const StoredArray*> by_name_;
+};
 
 StoredArray flat_array(std::string name, const std::vector<float>& values) {
   return {std::move(name), {static_cast<int64_t>(values.size())}, values};
@@ -84,9 +96,10 @@ void restore_workers(const ServerState& state, bool async, uint32_t next_slot, S
 }
 
 void restore_shards(const ServerState& state, ServerModel& model, std::vector<ShardSnapshot>& shards) {
+  const ArrayIndex weights(state.weights), others(state.others);
   std::vector<std::span<const float>> values;
   for (const Variable& one : model.signature.parameters) {
-    values.push_back(find_array(state.weights, one.name).values);
+    values.push_back(weights.find(one.name).values);
     if (values.back().size() != one.count())
       throw Error(ErrorKind::frame, fmt::format("bad state: '{}' has another size than its signature says", one.name),
                   one.name);
@@ -107,9 +120,9 @@ void restore_shards(const ServerState& state, ServerModel& model, std::vector<Sh
     if (layout.role == ShardRole::weights) {
       model.tallies[p][kForgotten] = tally;
       shard.weights = layout.gather(values);
-      if (model.signature.sends_updates) shard.residual = find_array(state.others, residual_name(p)).values;
+      if (model.signature.sends_updates) shard.residual = others.find(residual_name(p)).values;
     } else {
-      shard.weights = find_array(state.others, pool_name(p)).values;
+      shard.weights = others.find(pool_name(p)).values;
     }
     model.versions[p] = model.durable[p] = shard.version;
     model.applied[p] = shard.applied;
@@ -123,8 +136,9 @@ void restore_buffers(const ServerState& state, ServerModel& model) {
   if (state.buffers.empty()) return;
   std::vector<std::byte> message(model.buffer_plan.message_bytes());
   std::vector<const void*> in;
+  const ArrayIndex buffers(state.buffers);
   for (const Variable& one : model.signature.buffers) {
-    const StoredArray& array = find_array(state.buffers, one.name);
+    const StoredArray& array = buffers.find(one.name);
     if (array.values.size() != one.count())
       throw Error(ErrorKind::frame, fmt::format("bad state: buffer '{}' has another size", one.name), one.name);
     in.push_back(array.values.data());
