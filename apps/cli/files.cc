@@ -14,6 +14,7 @@
 #include <optional>
 
 #include "core/file.h"
+#include "core/machine.h"
 #include "gradwire/error.h"
 
 namespace gradwire::app {
@@ -86,10 +87,6 @@ size_t read_into(int fd, std::span<std::byte> to, const std::string& path) {
 
 }  // namespace
 
-uint64_t memory_bytes() {
-  return static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-}
-
 std::vector<std::byte> read_file(const std::string& path, const FirstLook& look) {
   const bool standard_input = path == "-";
   const int fd = standard_input ? STDIN_FILENO : open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -110,7 +107,7 @@ std::vector<std::byte> read_file(const std::string& path, const FirstLook& look)
   // The size of a sparse file says nothing of what is in it.
   if (look) look(content, expected);
   if (size < kFirstBytes) return content;
-  if (expected && *expected > memory_bytes())
+  if (expected && *expected > machine_memory())
     throw Error(ErrorKind::io, fmt::format("{}: {} bytes are more than the memory of this machine", path, *expected),
                 path);
   // A regular file is read directly into its place. One byte more finds out whether it has grown.

@@ -26,8 +26,6 @@ using FirstLook = std::function<void(std::span<const std::byte> first, std::opti
 // Error{io} for a file that is larger than the memory of this machine.
 std::vector<std::byte> read_file(const std::string& path, const FirstLook& look = {});
 
-uint64_t memory_bytes();  // of this machine
-
 // Writes the parts one after another. Devices and pipes are written to directly, and links stay links.
 void write_file(const std::string& path, std::span<const std::span<const std::byte>> parts);
 void write_file(const std::string& path, const std::string& text);

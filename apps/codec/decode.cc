@@ -18,6 +18,7 @@
 #include "codec/output.h"
 #include "codec/packed.h"
 #include "codec/values.h"
+#include "core/machine.h"
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 
@@ -27,7 +28,7 @@ namespace {
 struct DecodeOptions {
   std::string in, out, dtype;
   // 16 bytes an element are enough for the message, the floats and their copy in another type.
-  uint64_t max_elements = std::min<uint64_t>(memory_bytes() / 16, kMaxElements);
+  uint64_t max_elements = std::min<uint64_t>(machine_memory() / 16, kMaxElements);
   uint64_t tensor = 0;
   bool tensor_chosen = false;
   OutputOptions output;

@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "cli/files.h"
+#include "core/machine.h"
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 #include "message/head_fields.h"
@@ -137,7 +138,7 @@ static void look_inside(std::span<const std::byte>, uint64_t) { refuse(); }
 MessageFile read_message(const std::string& path, uint64_t max_elements) {
   // No codec takes more than 5 bytes an element; heads are small.
   const uint64_t needed = std::min(max_elements, kMaxElements) * 5 + (uint64_t{1} << 26);
-  const uint64_t most = std::min(needed, memory_bytes() / 2);
+  const uint64_t most = std::min(needed, machine_memory() / 2);
   const auto look = [&](std::span<const std::byte> first, std::optional<uint64_t> size) {
     named(path, [&] {
       if (is_packed(first)) {

@@ -19,22 +19,17 @@
 #include <memory>
 
 #include "gradwire/error.h"
+#include "server/rpc/openssl_free.h"
 
 namespace gradwire::app {
 namespace {
 
 constexpr long kSecondsPerDay = 86400, kDays = 3650;
 
-template <auto Free>
-struct Freed {
-  template <class T>
-  void operator()(T* one) const {
-    Free(one);
-  }
-};
-using Key = std::unique_ptr<EVP_PKEY, Freed<EVP_PKEY_free>>;
-using Certificate = std::unique_ptr<X509, Freed<X509_free>>;
-using Memory = std::unique_ptr<BIO, Freed<BIO_free>>;
+using server::OpenSslFree;
+using Key = std::unique_ptr<EVP_PKEY, OpenSslFree<EVP_PKEY_free>>;
+using Certificate = std::unique_ptr<X509, OpenSslFree<X509_free>>;
+using Memory = std::unique_ptr<BIO, OpenSslFree<BIO_free>>;
 
 void check(bool good, const char* what) {
   if (!good) throw Error(ErrorKind::io, fmt::format("make-certificates: OpenSSL cannot {}", what), "make-certificates");

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the machine has, and what this process uses of it.
+// What this process uses of the machine, and what it may use.
 #pragma once
 
 #include <cstdint>
 
 namespace gradwire::server {
 
-uint64_t machine_memory();   // bytes: the physical memory, or what a container may use of it
-uint64_t resident_memory();  // bytes of it that this process has
+uint64_t resident_memory();  // bytes
 uint64_t open_files();       // descriptors of this process
 uint64_t file_limit();       // how many it may have
 double process_start();      // in seconds since 1970

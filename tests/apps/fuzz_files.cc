@@ -37,12 +37,8 @@ std::vector<std::byte> bytes_of(const std::string& text) {
   return {bytes.begin(), bytes.end()};
 }
 
-std::string altered(Source& source, std::string text) {
-  while (source.size > 2) {
-    const size_t at = source.next<uint16_t>() % (text.size() + 1);
-    const size_t gone = std::min<size_t>(source.next<uint8_t>() % 32, text.size() - at);
-    text.replace(at, gone, source.text(source.next<uint8_t>() % 32));
-  }
+std::string altered_often(Source& source, std::string text) {
+  while (source.size > 2) text = gradwire::fuzz::altered(source, std::move(text), 32, 32);
   return text;
 }
 
@@ -68,7 +64,7 @@ void fuzz_npy(Source source) {
   if (source.next<uint8_t>() % 2) return parse_array(source.rest());
   // A header with its magic and its length.
   const auto data = source.next<uint8_t>();
-  std::string header = altered(source, "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }          \n");
+  std::string header = altered_often(source, "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }          \n");
   const auto length = static_cast<uint16_t>(header.size());
   std::string file("\x93NUMPY\x01\x00", 8);
   file.append(reinterpret_cast<const char*>(&length), 2);
@@ -110,7 +106,9 @@ void fuzz_record(Source source) {
       R"("error":0.1,"cosine":0.9}]}],"tables":[{"step":1,"direction":"up","codec":"optquant","tensors":["a"],"lines":)"
       R"(["l"],"levels":[0.5]}],"memory":{"peak":1,"gradients":1,"residuals":1,"messages":1}})";
   const auto how = source.next<uint8_t>();
-  const std::string text = how % 4 == 0 ? source.rest() : how % 4 == 1 ? nested_json(source) : altered(source, honest);
+  const std::string text = how % 4 == 0   ? source.rest()
+                           : how % 4 == 1 ? nested_json(source)
+                                          : altered_often(source, honest);
   std::string why;
   const nlohmann::json record = io::parse_bounded(text, why);
   if (!why.empty()) return;
@@ -162,7 +160,9 @@ void fuzz_data(Source source) {
   folder.clear();
   const auto how = source.next<uint8_t>();
   const auto which = source.next<uint8_t>();
-  const auto given = [&](const std::string& honest) { return how & 64 ? source.rest() : altered(source, honest); };
+  const auto given = [&](const std::string& honest) {
+    return how & 64 ? source.rest() : altered_often(source, honest);
+  };
   std::string task;
   train::TaskOptions options{.directory = folder.path()};
   switch (how % 4) {

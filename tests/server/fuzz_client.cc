@@ -13,49 +13,14 @@
 #include "gradwire/message.h"
 #include "message/layout.h"
 #include "server/client.h"
+#include "server/fuzz_toy.h"
 #include "support/fuzz_source.h"
 
 namespace {
 
 using namespace gradwire;
 using namespace gradwire::server;
-using gradwire::fuzz::nested_json;
-using gradwire::fuzz::promise;
-using gradwire::fuzz::Source;
-
-constexpr uint64_t kShardElements = 32;
-
-Signature toy_signature(uint8_t flags) {
-  Signature signature;
-  signature.parameters = {{"w", {16}}, {"v", {4, 10}}};  // two shards
-  signature.buffers = {{"b", {3}}};
-  signature.up = "fp32";
-  signature.down = flags & 1 ? "unigrid:bits=8" : "fp32";
-  signature.sends_updates = flags & 2;
-  signature.pools = flags & 4;
-  return signature;
-}
-
-Blob encode(const std::vector<TensorSpec>& specs, float fill) {
-  const Plan plan(specs);
-  std::vector<std::vector<float>> values;
-  std::vector<const void*> in;
-  for (const TensorSpec& one : specs) in.push_back(values.emplace_back(one.count, fill).data());
-  std::vector<std::byte> message(plan.message_bytes());
-  make_runner(plan, {})->encode(in, {}, message);
-  return make_blob(std::move(message));
-}
-
-Blob blob_of(const std::string& text) {
-  const auto bytes = std::as_bytes(std::span(text));
-  return make_blob({bytes.begin(), bytes.end()});
-}
-
-std::string altered(Source& source, std::string text) {
-  const size_t at = source.next<uint16_t>() % (text.size() + 1);
-  const size_t gone = std::min<size_t>(source.next<uint8_t>() % 16, text.size() - at);
-  return text.replace(at, gone, source.text(source.next<uint8_t>() % 24));
-}
+using namespace gradwire::fuzz;
 
 // Says what the input says, and then the connection is gone.
 class FuzzLink final : public Link {
@@ -148,7 +113,8 @@ class FuzzLink final : public Link {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Source source{data, size};
-  const Signature signature = toy_signature(source.next<uint8_t>());
+  const auto flags = source.next<uint8_t>();
+  const Signature signature = toy_signature("fp32", flags & 1 ? "unigrid:bits=8" : "fp32", flags & 2, flags & 4);
   std::vector<std::vector<float>> values, updates, buffers{std::vector<float>(3)};
   std::vector<float*> weights, second, kept{buffers[0].data()};
   std::vector<const float*> sent;

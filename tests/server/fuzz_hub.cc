@@ -26,6 +26,7 @@
 #include "gradwire/message.h"
 #include "gradwire/runner.h"
 #include "message/layout.h"
+#include "server/fuzz_toy.h"
 #include "server/hub.h"
 #include "support/fuzz_source.h"
 
@@ -33,33 +34,15 @@ namespace {
 
 using namespace gradwire;
 using namespace gradwire::server;
-using gradwire::fuzz::nested_json;
-using gradwire::fuzz::promise;
-using gradwire::fuzz::Source;
+using namespace gradwire::fuzz;
 
-constexpr uint64_t kShardElements = 32;
 constexpr size_t kSessions = 4, kMaxActions = 96;
 constexpr std::chrono::seconds kHang{30};  // nothing here takes long: a frame that is not read by then never will be
 
-Signature toy_signature(bool compressed, bool updates, bool pools) {
-  Signature signature;
-  signature.parameters = {{"w", {16}}, {"v", {4, 10}}};  // two shards
-  signature.buffers = {{"b", {3}}};
-  signature.up = compressed ? "qsgd:bits=4" : "fp32";
-  signature.down = compressed ? "unigrid:bits=8" : "fp32";
-  signature.sends_updates = updates;
-  signature.pools = pools;
-  return signature;
-}
-
-Blob encode(const std::vector<TensorSpec>& specs, float fill) {
-  const Plan plan(specs);
-  std::vector<std::vector<float>> values;
-  std::vector<const void*> in;
-  for (const TensorSpec& one : specs) in.push_back(values.emplace_back(one.count, fill).data());
-  std::vector<std::byte> message(plan.message_bytes());
-  make_runner(plan, {})->encode(in, {}, message);
-  return make_blob(std::move(message));
+Signature toy_signature(uint8_t flags) {
+  const bool compressed = flags & 1;
+  return fuzz::toy_signature(compressed ? "qsgd:bits=4" : "fp32", compressed ? "unigrid:bits=8" : "fp32", flags & 2,
+                             flags & 4);
 }
 
 // What the hub sends to one worker.
@@ -134,7 +117,7 @@ class Play {
     options_.log = [](const nlohmann::json& event) {  // as the journal of `gradwire serve`
       promise(!event.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).empty());
     };
-    signature_ = toy_signature(more & 1, more & 2, more & 4);
+    signature_ = toy_signature(more);
     layouts_ = shard_layouts(signature_, kShardElements);
     remove_files();
     restart();
@@ -202,11 +185,6 @@ class Play {
   static std::string text_of(const std::string& id, const Signature& signature) {
     return nlohmann::json{{"id", id}, {"name", "n"}, {"signature", signature.json()}}.dump();
   }
-  static Blob blob_of(const std::string& text) {
-    const auto bytes = std::as_bytes(std::span(text));
-    return make_blob({bytes.begin(), bytes.end()});
-  }
-
   void hello(size_t index, const std::string& text) { say(index, {.kind = FrameKind::hello}, blob_of(text)); }
 
   float fill() {
@@ -237,12 +215,7 @@ class Play {
     return make_blob(std::move(bytes));
   }
 
-  // A text with some bytes replaced.
-  std::string altered(std::string text) {
-    const size_t at = source_.next<uint16_t>() % (text.size() + 1);
-    const size_t gone = std::min<size_t>(source_.next<uint8_t>() % 16, text.size() - at);
-    return text.replace(at, gone, source_.text(source_.next<uint8_t>() % 24));
-  }
+  std::string altered(std::string text) { return fuzz::altered(source_, std::move(text)); }
 
   Frame wild(FrameKind kind) {
     Frame frame{.kind = kind};
@@ -288,7 +261,7 @@ class Play {
         return hello(index, source_.text(source_.next<uint8_t>()));
       case 4: {  // another model
         const auto more = source_.next<uint8_t>();
-        Signature other = toy_signature(more & 1, more & 2, more & 4);
+        Signature other = toy_signature(more);
         if (more & 8) other.parameters.push_back({"u", {source_.next<uint8_t>(), source_.next<uint16_t>()}});
         if (more & 16) other.parameters.erase(other.parameters.begin());
         return hello(index, text_of(kIds[index % kIds.size()], other));

@@ -29,10 +29,7 @@ namespace {
 
 using namespace gradwire;
 using namespace gradwire::server;
-
-using gradwire::fuzz::nested_json;
-using gradwire::fuzz::promise;
-using gradwire::fuzz::Source;
+using namespace gradwire::fuzz;
 
 // A file in memory, and a path that opens it.
 class MemoryFile {

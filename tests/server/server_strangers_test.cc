@@ -2,6 +2,7 @@
 // What a peer can do to a server by what it claims or leaves out, and what an operator can do by mistake: memory for
 // models that never come, first weights that never come, two servers for one file, a checkpoint that somebody has
 // written, a benchmark that takes a server over, and a journal that somebody wants to fill.
+#include "core/machine.h"
 #include "server/checkpoint.h"
 #include "server/machine.h"
 #include "server/server_faults.h"

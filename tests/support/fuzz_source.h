@@ -42,6 +42,13 @@ struct Source {
   }
 };
 
+// A text with fewer than `gone_most` bytes replaced by fewer than `new_most`.
+inline std::string altered(Source& source, std::string text, size_t gone_most = 16, size_t new_most = 24) {
+  const size_t at = source.next<uint16_t>() % (text.size() + 1);
+  const size_t gone = std::min<size_t>(source.next<uint8_t>() % gone_most, text.size() - at);
+  return text.replace(at, gone, source.text(source.next<uint8_t>() % new_most));
+}
+
 // An object one of whose values is nested as deep as the input says, up to 260,000: no mutation makes a text as long as
 // that, and what recurses over a value needs one to overflow the stack. The other bytes choose the key, the brackets
 // and what is inside.

@@ -14,6 +14,7 @@
 #include <list>
 #include <thread>
 
+#include "core/machine.h"
 #include "gradwire/error.h"
 #include "server/machine.h"
 #include "server/rpc/acceptor.h"

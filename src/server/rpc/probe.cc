@@ -16,6 +16,7 @@
 #include <thread>
 
 #include "server/endpoint.h"
+#include "server/rpc/openssl_free.h"
 
 namespace gradwire::server {
 namespace {
@@ -70,16 +71,9 @@ Speaks plain_answer(const HostPort& to) {
   return answer.size() >= 4 && answer[3] == 4 ? Speaks::http2 : Speaks::nothing;
 }
 
-template <auto Free>
-struct ProbeFreed {
-  template <class T>
-  void operator()(T* one) const {
-    Free(one);
-  }
-};
-using Context = std::unique_ptr<SSL_CTX, ProbeFreed<SSL_CTX_free>>;
-using Connection = std::unique_ptr<SSL, ProbeFreed<SSL_free>>;
-using Memory = std::unique_ptr<BIO, ProbeFreed<BIO_free>>;
+using Context = std::unique_ptr<SSL_CTX, OpenSslFree<SSL_CTX_free>>;
+using Connection = std::unique_ptr<SSL, OpenSslFree<SSL_free>>;
+using Memory = std::unique_ptr<BIO, OpenSslFree<BIO_free>>;
 
 Memory memory_of(const std::string& text) {
   return Memory(BIO_new_mem_buf(text.data(), static_cast<int>(text.size())));
