@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "message/bounded.h"
 #include "message/merge.h"
 
 namespace gradwire {
@@ -150,15 +151,26 @@ void BucketCore::decode_own(uint64_t step, std::span<const ConstBytes> messages,
     up_writers_[m]->decode(messages[m], locate(job_, plan_.up[m], out), Write::set, stamp, staging_);
 }
 
+// Half-precision results can overflow where the sums do not. What lies on a GPU is checked there.
+void BucketCore::start_bounds(std::span<const Shard> shards, std::vector<uint8_t>& bounded) const {
+  bounded.clear();
+  for (const Shard& shard : shards)
+    bounded.push_back(memory_->on_host() && job_.tensors[shard.tensor].dtype != DType::f16);
+}
+
 void BucketCore::decode_up(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out) {
   const std::vector<float*> sums = sums_->places(out);
+  start_bounds(up_mine_, up_bounded_);
   if (plan_.gather && messages_ == Messages::on_host && can_merge(up_reader_->plan())) {
     merge(messages, sums);
+    up_bounded_.assign(up_mine_.size(), 0);
   } else {
     const std::vector<void*> to(sums.begin(), sums.end());
-    for (size_t p = 0; p < messages.size(); ++p)
+    for (size_t p = 0; p < messages.size(); ++p) {
       up_reader_->decode(messages[p], to, p == 0 ? Write::set : Write::add,
                          stamp_of(job_, self_, step, Direction::up, p), staging_);
+      if (memory_->on_host()) keep_bounded(up_reader_->plan(), messages[p], up_bounded_);
+    }
   }
   sums_->divide_by(device_, self_.world, sums);
   if (plan_.sums == ShardSums::Use::tensors) sums_->round(device_, out);
@@ -196,24 +208,31 @@ void BucketCore::encode_down(uint64_t step, Bytes to, std::span<const void* cons
 }
 
 void BucketCore::decode_down(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out) {
-  for (size_t p = 0; p < down_readers_.size(); ++p)
+  down_bounded_.resize(down_readers_.size());
+  for (size_t p = 0; p < down_readers_.size(); ++p) {
     down_readers_[p]->decode(messages[p], locate(job_, plan_.down[p], out), Write::set,
                              stamp_of(job_, self_, step, Direction::down, p), staging_);
+    start_bounds(plan_.down[p], down_bounded_[p]);
+    if (memory_->on_host()) keep_bounded(down_readers_[p]->plan(), messages[p], down_bounded_[p]);
+  }
 }
 
 std::vector<ResultSpan> BucketCore::up_results(std::span<void* const> out) const {
   std::vector<ResultSpan> results;
   for (size_t i = 0; i < up_mine_.size(); ++i)
-    results.push_back({out[i], up_mine_[i].count, job_.tensors[up_mine_[i].tensor].dtype});
+    if (!up_bounded_[i])
+      results.push_back({out[i], up_mine_[i].count, job_.tensors[up_mine_[i].tensor].dtype});
   return results;
 }
 
 std::vector<ResultSpan> BucketCore::down_results(std::span<void* const> tensors) const {
   std::vector<ResultSpan> results;
-  for (const std::vector<Shard>& list : plan_.down) {
+  for (size_t p = 0; p < plan_.down.size(); ++p) {
+    const std::vector<Shard>& list = plan_.down[p];
     const std::vector<void*> at = locate(job_, list, tensors);
     for (size_t i = 0; i < list.size(); ++i)
-      results.push_back({at[i], list[i].count, job_.tensors[list[i].tensor].dtype});
+      if (!down_bounded_[p][i])
+        results.push_back({at[i], list[i].count, job_.tensors[list[i].tensor].dtype});
   }
   return results;
 }

@@ -89,7 +89,8 @@ class BucketCore {
                    bool ahead = false);
   void decode_down(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out);
 
-  // Results for a FiniteCheck: those of decode_up in `out`, as there, and those of decode_down in whole tensors.
+  // Results for a FiniteCheck: those of decode_up in `out`, as there, and those of decode_down in whole tensors. What
+  // the scales of the messages prove finite is left out.
   std::vector<ResultSpan> up_results(std::span<void* const> out) const;
   std::vector<ResultSpan> down_results(std::span<void* const> tensors) const;
 
@@ -105,6 +106,7 @@ class BucketCore {
   void recode(Direction direction);
   void resize_staging();
   void merge(std::span<const ConstBytes> messages, std::span<float* const> sums);
+  void start_bounds(std::span<const Shard> shards, std::vector<uint8_t>& bounded) const;
 
   const Job& job_;
   RankInfo self_;
@@ -118,6 +120,9 @@ class BucketCore {
   std::optional<ShardSums> sums_;
   std::optional<Buffer> merged_;  // on a GPU, where tables are merged: the host's sums on their way to it
   std::array<uint64_t, 2> epochs_;
+  // Per shard: whether the scales of the step's messages prove the results finite (message/bounded.h).
+  std::vector<uint8_t> up_bounded_;
+  std::vector<std::vector<uint8_t>> down_bounded_;
   HostStaging staging_;  // last: it waits before the rest is released
 };
 

@@ -133,6 +133,35 @@ TEST(SkippedStep, ChangesNoResidualOnAnyRank) {
     }
 }
 
+// What the scales of messages say spares the look at every result only where it proves them finite: not where a sum of
+// finite values overflows, and not where a result is rounded to half precision.
+TEST(SkippedStep, ResultsThatOverflowAreSeenThoughEveryValueSentIsFinite) {
+  struct Large {
+    DType dtype;
+    float value;
+  };
+  for (const std::string& spec : all_specs()) {
+    if (Codec::parse(spec).traits().lossless) continue;  // leaves no residual: nothing to skip
+    for (const Large& large : {Large{DType::f32, 3e38f}, Large{DType::f32, 1e29f}, Large{DType::f16, 6e4f}})
+      for (Method method : kMethods) {
+        const std::vector<NamedTensor> tensors{{"a", 5000, large.dtype}};
+        run_loopback(3, [&](Engine& engine) {
+          Reducer reducer(engine, tensors, {.method = method, .op = Op::sum, .up = spec, .feedback = Feedback::on});
+          TensorValues data(tensors);
+          data.fill([&](size_t, uint64_t i) { return i % 2 ? large.value : -large.value; });
+          reducer.run(0, data.in(), data.out());
+          bool finite = true;
+          for (uint64_t i = 0; i < tensors[0].count; ++i) finite &= std::isfinite(data.get(0, i));
+          EXPECT_EQ(reducer.skipped(), finite ? 0u : 1u)
+              << spec << ", " << name_of(method) << ", " << large.value << " as " << name_of(large.dtype);
+          if (spec == "qsgd") {
+            EXPECT_EQ(finite, large.value == 1e29f);
+          }
+        });
+      }
+  }
+}
+
 TEST(SkippedStep, LossScaleLeavesResidualsUnscaled) {
   const std::vector<NamedTensor> tensors{{"a", 40'000}};
   for (Method method : kMethods)
