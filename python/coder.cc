@@ -34,7 +34,7 @@ ReduceOptions::Feedback feedback_of(const char* field, const std::string& word) 
 std::unique_ptr<ModelCoder> make_model(const Tensors& list, const std::string& kind, const std::string& method,
                                        const std::string& up, const std::string& down, const std::string& feedback,
                                        const std::string& owner_feedback, const std::string& residual, uint64_t seed,
-                                       int rank, int world, const Device& device) {
+                                       uint64_t steps, int rank, int world, const Device& device) {
   CoderOptions options;
   options.kind = one_of<CoderOptions::Kind>("kind", kind,
                                             {{"all_reduce", CoderOptions::Kind::all_reduce},
@@ -48,6 +48,7 @@ std::unique_ptr<ModelCoder> make_model(const Tensors& list, const std::string& k
   options.reduce.owner_feedback = feedback_of("owner_feedback", owner_feedback);
   options.reduce.residual = parse_dtype(residual);
   options.reduce.seed = seed;
+  options.reduce.steps = steps;
   options.reduce.device = device;
   options.rank = rank;
   options.world = world;
@@ -108,8 +109,9 @@ void bind_model(py::module_& module) {
                          "All tensors of a model: residuals by name, what codecs learn, the step.")
       .def(py::init(&make_model), py::arg("tensors"), py::kw_only(), py::arg("kind") = "all_reduce",
            py::arg("method") = "scatter", py::arg("up"), py::arg("down") = "", py::arg("feedback") = "codec",
-           py::arg("owner_feedback") = "on", py::arg("residual") = "f32", py::arg("seed") = 0, py::arg("rank") = 0,
-           py::arg("world") = 1, py::arg("device") = Device{})
+           py::arg("owner_feedback") = "on", py::arg("residual") = "f32", py::arg("seed") = 0, py::arg("steps") = 0,
+           py::arg("rank") = 0, py::arg("world") = 1, py::arg("device") = Device{})
+      .def("plans", &ModelCoder::plans, "What codecs plan with, a line each.")
       .def("handshake", &ModelCoder::handshake, "What must be equal on all ranks, as (field, text).")
       .def(
           "begin",

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -23,9 +24,13 @@ enum Exit : int {
   kUnsupported = 5,
   kPeers = 6,
   kDevice = 7,
+  kFailed = 8,
   kInterrupted = 130,  // what shells report for Ctrl-C
 };
 
+struct TrainingFailed : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 struct Interrupted {};  // thrown by a command that has stopped because it was asked to
 
 int exit_code_of(const std::exception& error);

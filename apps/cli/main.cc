@@ -27,6 +27,7 @@ constexpr char kFooter[] =
     "  5  this build or this machine cannot do it\n"
     "  6  ranks disagree, a rank is lost, or a server refuses or does not answer\n"
     "  7  a GPU call failed\n"
+    "  8  a training failed: most of its steps were left out, because their results were not finite\n"
     "  130  stopped by Ctrl-C";
 
 // The two commands are listed for the help page. run_program() rewrites them into --help and --version.

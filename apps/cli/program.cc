@@ -20,6 +20,7 @@
 namespace gradwire::app {
 
 int exit_code_of(const std::exception& error) {
+  if (dynamic_cast<const TrainingFailed*>(&error)) return kFailed;
   const auto* known = dynamic_cast<const Error*>(&error);
   if (known == nullptr) return kInternal;
   switch (known->kind()) {

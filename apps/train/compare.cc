@@ -131,6 +131,18 @@ void make_folder(const std::string& folder) {
   if (error) throw Error(ErrorKind::io, fmt::format("{}: cannot be made: {}", folder, error.message()), "out");
 }
 
+// Said after the report is written: the runs that did not fail are worth reading.
+void expect_no_failure(const std::vector<nlohmann::json>& records) {
+  std::vector<std::string> failed;
+  for (const nlohmann::json& record : records)
+    if (record.value("failed", false))
+      failed.push_back(fmt::format("{}, seed {}: {}", record["codec"].get<std::string>(),
+                                   record["seed"].get<uint64_t>(), failure_of(record)));
+  if (!failed.empty())
+    throw TrainingFailed(
+        fmt::format("{} of {} trainings failed: {}", failed.size(), records.size(), fmt::join(failed, "; ")));
+}
+
 void compare(const CompareOptions& options, Engine* engine) {
   const std::atomic<bool>& stop = catch_interrupts();
   const bool leads = !engine || engine->rank() == 0;
@@ -183,6 +195,7 @@ void compare(const CompareOptions& options, Engine* engine) {
       print(fmt::format("\n{}\nwritten: {}/{}\n", report_table(records), options.out,
                         fmt::join(files, ", " + options.out + "/")));
   }
+  expect_no_failure(records);
   if (!stopped) return;
   if (!options.training.json) print("stopped and saved; the same command goes on\n");
   throw Interrupted{};

@@ -34,6 +34,9 @@ void train_one(const TrainingOptions& options, Engine* engine) {
   const nlohmann::json record = train::run({task, options.settings, options.places, listener, stop}, engine);
   if (!leads) return;
   if (!options.json) ConsoleReporter::print_result(record);
+  if (record["failed"])
+    throw TrainingFailed(fmt::format("the training failed: {} (a smaller --rate or a codec that loses less may help)",
+                                     failure_of(record)));
   if (record["finished"]) return;
   if (!options.json)
     print(options.places.checkpoint.empty() ? options.places.server ? "stopped, and left the server\n"

@@ -158,6 +158,11 @@ static void expect_workers(const TrainingOptions& options, int processes) {
               "workers");
 }
 
+std::string failure_of(const nlohmann::json& record) {
+  return fmt::format("{} of {} steps were left out, because their results were not finite",
+                     record["skipped_steps"].get<uint64_t>(), record["steps"].get<uint64_t>());
+}
+
 void with_engine(const TrainingOptions& options, const std::function<void(Engine*)>& body) {
   if (options.engine == "loopback") return body(nullptr);
   MpiSession session;
@@ -166,6 +171,8 @@ void with_engine(const TrainingOptions& options, const std::function<void(Engine
     expect_workers(options, session.engine().size());
     body(&session.engine());
   } catch (const Interrupted&) {
+    throw;
+  } catch (const TrainingFailed&) {  // found after the end: no rank waits for another any more
     throw;
   } catch (const std::exception& error) {
     // Every rank sees the same usage error; one line is enough. Other errors are this rank's own.

@@ -26,6 +26,9 @@ void add_training(CLI::App& command, TrainingOptions& options);
 // What the user left open: the model that suits the task, the optimiser that suits the model.
 void fill_in(TrainingOptions& options);
 
+// In words, why a record says that its training failed.
+std::string failure_of(const nlohmann::json& record);
+
 // Runs `body` with the engine of mpirun, or with null for workers as threads. Errors of one process end all of them.
 void with_engine(const TrainingOptions& options, const std::function<void(Engine*)>& body);
 

@@ -82,7 +82,8 @@ class ModelCoder {
   std::vector<Codec> codecs(Direction direction) const;  // per tensor, of the step
   ErrorFeedback& feedback();                             // to read; what was learned is its extra state
   void restore(ErrorFeedback&& state);
-  uint64_t skipped() const;  // steps whose results were not finite; waits for a GPU
+  std::vector<std::string> plans() const;  // what codecs plan with, a line each; empty where none does
+  uint64_t skipped() const;                // steps whose results were not finite; waits for a GPU
   const std::vector<NamedTensor>& tensors() const;
 
  private:

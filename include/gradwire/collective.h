@@ -71,6 +71,11 @@ struct ReduceOptions {
   // alike; a step with a NaN or an Inf changes no residual and teaches no codec. manual: the caller decides on every
   // step with commit(step) or rollback(step), for example because several reducers belong to one step.
   Commit commit = Commit::if_finite;
+  // The length of the run, for codecs that plan with it (dqsgd); 0: not known.
+  uint64_t steps = 0;
+  // Several reducers may carry a model, some tensors each. If all of them are given all of its tensors here, they learn
+  // as one: Reducer::learn_together(). Commit::manual only, since the step is decided for all of them.
+  std::vector<NamedTensor> model = {};
   // Where tensors, residuals and sums are and codecs run. Ranks may differ in it; the results do not. On a GPU all
   // pointers are device pointers and work is enqueued on device.stream: what writes the inputs must be enqueued there
   // before the call. Outputs are complete when the call, or the handle's wait(), returns. Ranks that are threads of one
@@ -115,6 +120,10 @@ class Reducer {
   void run(uint64_t step, std::span<const void* const> in, std::span<void* const> out, float loss_scale = 1.0f);
   void run(uint64_t step, FloatInputs in, FloatOutputs out, float loss_scale = 1.0f);
   void run(uint64_t step, std::span<const float> in, std::span<float> out, float loss_scale = 1.0f);  // of one tensor
+
+  // The reducers of one model (ReduceOptions::model) learn from a step that all of them have finished, before it is
+  // committed. Tensors with the same codec have the same table then, whichever reducer carries them. Collective.
+  static void learn_together(std::span<Reducer* const> reducers, uint64_t step);
 
   // With Commit::manual, after the results are seen. All ranks must decide alike. A reducer that keeps residuals
   // refuses another step until this one is decided. With Commit::if_finite both are refused.

@@ -30,8 +30,9 @@ namespace gradwire {
 class Learner {
  public:
   // Throws Error{usage, "codec"} for a codec that learns nothing. `elements`: how many elements one rank sends with
-  // this codec in a step; `world`: the number of ranks.
-  Learner(const Codec& codec, uint64_t elements, int world);
+  // this codec in a step; `world`: the number of ranks; `steps`: the length of the run, for codecs that plan with it
+  // (dqsgd), or 0 if it is not known.
+  Learner(const Codec& codec, uint64_t elements, int world, uint64_t steps = 0);
   ~Learner();
   Learner(Learner&&) noexcept;
   Learner& operator=(Learner&&) noexcept;
@@ -52,6 +53,8 @@ class Learner {
   size_t stats_bytes() const;                 // the same on all ranks
   void take_stats(std::span<std::byte> out);  // and forgets them
   void learn(uint64_t step, std::span<const std::span<const std::byte>> ranks);
+
+  std::string plan() const;  // what the codec plans with, in a line for people; mostly empty
 
   std::vector<std::byte> save() const;             // a multiple of 8 bytes
   void restore(std::span<const std::byte> state);  // throws Error{frame, "learned"} unless it is of this codec

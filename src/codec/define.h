@@ -14,8 +14,9 @@
 
 namespace gradwire {
 
-class Fitter;    // codec/fitter.h
-struct UnitOps;  // codec/unit.h
+class Fitter;       // codec/fitter.h
+struct FitContext;  // codec/fitter.h
+struct UnitOps;     // codec/unit.h
 
 struct Parameter {
   enum class Type { integer, power_of_two, real, choice };
@@ -61,7 +62,7 @@ struct CodecDef {
   Codec (*nearest)(const Codec&) = nullptr;
   // Makes what learns the table while a model trains; null: the codec learns nothing. `elements` are those that one
   // rank sends with this codec in a step.
-  std::unique_ptr<Fitter> (*fitter)(const Codec&, uint64_t elements, int world) = nullptr;
+  std::unique_ptr<Fitter> (*fitter)(const Codec&, const FitContext&) = nullptr;
   const UnitOps* unit = nullptr;  // codecs with units of their own: unit.h
 };
 

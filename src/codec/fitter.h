@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "gradwire/codec.h"
@@ -20,6 +21,13 @@ struct FitStats {
 
   static constexpr int64_t kNone = INT64_MIN / 2;  // nothing was seen
   void add(const FitStats& other);
+};
+
+// What a fitter is told about the run that it learns in.
+struct FitContext {
+  uint64_t elements = 1;  // that one rank sends with the codec in a step
+  int world = 1;          // ranks
+  uint64_t steps = 0;     // of the run; 0: not known
 };
 
 class Fitter {
@@ -39,6 +47,9 @@ class Fitter {
   virtual void observe_scales(std::span<const uint32_t> /*scales*/, std::span<const uint32_t> /*elements*/,
                               FitStats&) const {}
   virtual void learn(uint64_t step, const FitStats& pooled) = 0;
+
+  // What it plans with, in a line for people; empty where there is no plan.
+  virtual std::string plan() const { return {}; }
 
   virtual std::vector<uint64_t> save() const = 0;
   virtual void restore(std::span<const uint64_t> state) = 0;  // throws Error{frame, "learned"}

@@ -220,8 +220,7 @@ void BucketCore::decode_down(uint64_t step, std::span<const ConstBytes> messages
 std::vector<ResultSpan> BucketCore::up_results(std::span<void* const> out) const {
   std::vector<ResultSpan> results;
   for (size_t i = 0; i < up_mine_.size(); ++i)
-    if (!up_bounded_[i])
-      results.push_back({out[i], up_mine_[i].count, job_.tensors[up_mine_[i].tensor].dtype});
+    if (!up_bounded_[i]) results.push_back({out[i], up_mine_[i].count, job_.tensors[up_mine_[i].tensor].dtype});
   return results;
 }
 
@@ -231,8 +230,7 @@ std::vector<ResultSpan> BucketCore::down_results(std::span<void* const> tensors)
     const std::vector<Shard>& list = plan_.down[p];
     const std::vector<void*> at = locate(job_, list, tensors);
     for (size_t i = 0; i < list.size(); ++i)
-      if (!down_bounded_[p][i])
-        results.push_back({at[i], list[i].count, job_.tensors[list[i].tensor].dtype});
+      if (!down_bounded_[p][i]) results.push_back({at[i], list[i].count, job_.tensors[list[i].tensor].dtype});
   }
   return results;
 }

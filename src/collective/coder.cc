@@ -122,6 +122,12 @@ bool ModelCoder::divisible(size_t tensor) const {
   state_->check_tensor(tensor);
   return state_->divisible[tensor];
 }
+std::vector<std::string> ModelCoder::plans() const {
+  std::vector<std::string> all;
+  for (const Learning* one : state_->learnings)
+    for (std::string& plan : one->plans()) all.push_back(std::move(plan));
+  return all;
+}
 uint64_t ModelCoder::skipped() const { return state_->finite.skipped(); }
 
 void ModelCoder::restore(ErrorFeedback&& state) {

@@ -45,6 +45,8 @@ Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOption
                 fmt::format("residual is {}; with feedback and owner_feedback off there are no residuals",
                             gradwire::name_of(options.residual)),
                 "residual");
+  if (!options.model.empty() && options.commit != ReduceOptions::Commit::manual)
+    throw Error(ErrorKind::usage, "model is given; reducers that learn together need commit = manual", "model");
   std::set<std::string_view> names;
   for (const NamedTensor& tensor : tensors)
     if (!names.insert(tensor.name).second)
@@ -83,13 +85,31 @@ Handshake Job::handshake() const {
                       {"down", down_text_},
                       {"feedback", fmt::format("{}, owner {}, {}", name_of(options.feedback),
                                                name_of(options.owner_feedback), gradwire::name_of(options.residual))},
-                      {"seed", std::to_string(options.seed)}};
+                      {"seed", std::to_string(options.seed)},
+                      {"steps", std::to_string(options.steps)}};
   for (size_t i = 0; i < tensors.size(); ++i)
     handshake.tensors.push_back({{"name", tensors[i].name},
                                  {"count", std::to_string(tensors[i].count)},
                                  {"dtype", std::string(gradwire::name_of(tensors[i].dtype))},
                                  {"codec", fmt::format("{} up, {} down", up[i].str(), down[i].str())}});
   return handshake;
+}
+
+uint64_t Job::elements_with(const std::string& spec, Direction direction) const {
+  uint64_t elements = 0;
+  const std::vector<Codec>& own = direction == Direction::up ? up : down;
+  if (options.model.empty()) {
+    for (size_t i = 0; i < tensors.size(); ++i)
+      if (own[i].str() == spec) elements += tensors[i].count;
+    return elements;
+  }
+  const Rules rules = Rules::parse(direction == Direction::down && !options.down.empty() ? options.down : options.up);
+  for (const NamedTensor& tensor : options.model) {
+    Codec codec = rules.codec_for(tensor.name, tensor.dimensions, tensor.count);
+    if (direction == Direction::down && options.down.empty()) codec = nearest_of(codec);
+    if (codec.str() == spec) elements += tensor.count;
+  }
+  return elements;
 }
 
 std::vector<Shard> Job::whole(int owner) const {

@@ -33,6 +33,8 @@ struct Job {
   std::vector<TensorSpec> specs(std::span<const Shard> shards, Direction direction, bool as_f32) const;
   // Adds the residuals that these shards need. They must be where the tensors are.
   void add_residuals(ErrorFeedback& feedback, std::span<const Shard> shards, Direction direction) const;
+  // How many elements a rank sends with this codec: of the whole model, where reducers share one.
+  uint64_t elements_with(const std::string& spec, Direction direction) const;
   const Device& device() const { return options.device; }
   void check_pointers(std::span<const void* const> pointers, const char* what) const;
 

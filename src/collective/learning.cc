@@ -13,11 +13,10 @@ Learning::Learning(const Job& job, Direction direction, int world)
   for (size_t i = 0; i < fixed_.size(); ++i)
     if (fixed_[i].traits().learns) same[fixed_[i].str()].push_back(i);
   for (auto& [spec, tensors] : same) {
-    uint64_t elements = 0;
-    for (size_t i : tensors) elements += job.tensors[i].count;
+    const uint64_t elements = job.elements_with(spec, direction);
     const Codec codec = fixed_[tensors[0]];
     // On the way down every element has one sender.
-    Learner learner(codec, elements, direction == Direction::up ? world : 1);
+    Learner learner(codec, elements, direction == Direction::up ? world : 1, job.options.steps);
     learners_.push_back({fmt::format("{}:{}", direction == Direction::up ? "up" : "down", spec), std::move(tensors),
                          std::move(learner)});
   }
@@ -29,6 +28,14 @@ std::vector<Codec> Learning::codecs(uint64_t step, double rate) const {
     const Codec codec = entry.learner.codec(step, rate);
     for (size_t i : entry.tensors) all[i] = codec;
   }
+  return all;
+}
+
+std::vector<std::string> Learning::plans() const {
+  std::vector<std::string> all;
+  for (const LearnerEntry& entry : learners_)
+    if (const std::string plan = entry.learner.plan(); !plan.empty())
+      all.push_back(fmt::format("{}: {}", entry.name, plan));
   return all;
 }
 
@@ -77,6 +84,23 @@ void Learning::learn(uint64_t step, bool ahead, std::span<const std::span<const 
     entry.learner.learn(step, own);
     at += entry.learner.stats_bytes();
   }
+}
+
+void Learning::learn_together(std::span<Learning* const> all, uint64_t step, std::span<const std::byte> all_ranks,
+                              int world) {
+  std::map<std::string, std::vector<std::span<const std::byte>>> by_name;
+  const size_t ranks = static_cast<size_t>(world), bytes = all_ranks.size() / ranks;
+  size_t at = 0;
+  for (const Learning* one : all)
+    for (const LearnerEntry& entry : one->learners_) {
+      if (!entry.due(step, false)) continue;
+      for (size_t rank = 0; rank < ranks; ++rank)
+        by_name[entry.name].push_back(all_ranks.subspan(rank * bytes + at, entry.learner.stats_bytes()));
+      at += entry.learner.stats_bytes();
+    }
+  for (Learning* one : all)
+    for (LearnerEntry& entry : one->learners_)
+      if (entry.due(step, false)) entry.learner.learn(step, by_name[entry.name]);
 }
 
 void Learning::exempt(size_t tensor) {

@@ -20,6 +20,8 @@ class Learning {
 
   // The codecs of all tensors at `step`.
   std::vector<Codec> codecs(uint64_t step, double rate) const;
+  // "up, dqsgd:budget=3: <plan>" for each learner that has a plan.
+  std::vector<std::string> plans() const;
   bool ahead() const;  // some learner must see a step before it is encoded
 
   // Collects statistics of what one message of this direction carries. `ahead`: only for the learners that need them
@@ -31,6 +33,10 @@ class Learning {
   size_t stats_bytes(uint64_t step, bool ahead) const;
   void take_stats(uint64_t step, bool ahead, std::span<std::byte> out);
   void learn(uint64_t step, bool ahead, std::span<const std::span<const std::byte>> ranks);
+  // The same for jobs that carry one model: learners of the same codec learn from the statistics of all jobs. The
+  // statistics of a rank stand one after the other, as take_stats() below writes them.
+  static void learn_together(std::span<Learning* const> all, uint64_t step, std::span<const std::byte> all_ranks,
+                             int world);
 
   void save(ErrorFeedback& feedback) const;     // as extra state
   void restore(const ErrorFeedback& feedback);  // where there is extra state of these codecs

@@ -57,6 +57,10 @@ struct Reducer::State {
     std::iota(all.begin(), all.end(), size_t{0});
     bucket.emplace(engine, model->job, model->bucket(all), timer);
     manual = options.commit == ReduceOptions::Commit::manual;
+    for (const Learning* one : model->learnings)
+      if (together() && one->ahead())
+        throw Error(ErrorKind::usage,
+                    "a codec looks at a step before it is sent, which takes the whole model in one reducer", "model");
   }
 
   Handle submit(Request request) {
@@ -118,7 +122,7 @@ struct Reducer::State {
   void finish(const Request& request) {
     ModelCore& m = *model;
     if (manual) {
-      learn(m.learnings, request.step, false);
+      if (!together()) learn(m.learnings, request.step, false);
       return m.leave_open();
     }
     if (!m.stateless()) {
@@ -140,6 +144,14 @@ struct Reducer::State {
   }
 
   void learn(const Learnings& learnings, uint64_t step, bool ahead) {
+    pool(learnings, step, ahead, [&](std::span<const std::byte> statistics) {
+      gradwire::learn(learnings, step, ahead, statistics, engine.size());
+    });
+  }
+
+  // Gathers the statistics of all ranks, where the step has any.
+  template <class Use>
+  void pool(const Learnings& learnings, uint64_t step, bool ahead, const Use& use) {
     const size_t bytes = stats_bytes(learnings, step, ahead);
     if (bytes == 0) return;
     const auto world = static_cast<size_t>(engine.size()), me = static_cast<size_t>(engine.rank());
@@ -152,8 +164,10 @@ struct Reducer::State {
       engine.all_gather(ranks[me], ranks).wait();
     }
     const auto timing = timer.encode();
-    gradwire::learn(learnings, step, ahead, all, engine.size());
+    use(std::span<const std::byte>(all));
   }
+
+  bool together() const { return !model->job.options.model.empty(); }
 
   // Ranks that have learned different things must not exchange data.
   uint64_t agreed_now() const {
@@ -231,6 +245,25 @@ void Reducer::run(uint64_t step, FloatInputs in, FloatOutputs out, float loss_sc
 
 void Reducer::run(uint64_t step, std::span<const float> in, std::span<float> out, float loss_scale) {
   start(step, FloatInputs(&in, 1), FloatOutputs(&out, 1), loss_scale).wait();
+}
+
+void Reducer::learn_together(std::span<Reducer* const> reducers, uint64_t step) {
+  if (reducers.empty()) return;
+  Learnings all;
+  for (const Reducer* reducer : reducers) {
+    if (!reducer->state_->together())
+      throw Error(ErrorKind::usage, "a reducer was not told the tensors of the model that it belongs to", "model");
+    for (Learning* one : reducer->state_->model->learnings) all.push_back(one);
+  }
+  State& first = *reducers.front()->state_;
+  first.queue
+      ->submit([&] {
+        first.pool(all, step, false, [&](std::span<const std::byte> statistics) {
+          Learning::learn_together(all, step, statistics, first.engine.size());
+        });
+        for (const Reducer* reducer : reducers) reducer->state_->model->save_learned();
+      })
+      ->wait();
 }
 
 void Reducer::commit(uint64_t step) {

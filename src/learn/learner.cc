@@ -36,11 +36,11 @@ struct Observed {
   std::vector<uint32_t> lengths;  // of units
 };
 
-std::unique_ptr<Fitter> make_fitter(const Codec& codec, uint64_t elements, int world) {
+std::unique_ptr<Fitter> make_fitter(const Codec& codec, const FitContext& context) {
   const CodecDef& def = definition_of(codec);
   if (!def.fitter)
     throw Error(ErrorKind::usage, fmt::format("codec is {}, which learns nothing", codec.name()), "codec");
-  return def.fitter(codec, elements, world);
+  return def.fitter(codec, context);
 }
 
 }  // namespace
@@ -114,9 +114,9 @@ struct Learner::State {
   static uint64_t name_of(const TensorSpec& spec) { return spec.name_hash ? *spec.name_hash : hash_name(spec.name); }
 };
 
-Learner::Learner(const Codec& codec, uint64_t elements, int world) : state_(std::make_unique<State>()) {
+Learner::Learner(const Codec& codec, uint64_t elements, int world, uint64_t steps) : state_(std::make_unique<State>()) {
   state_->base = codec;
-  state_->fitter = make_fitter(codec, elements, world);
+  state_->fitter = make_fitter(codec, {.elements = elements, .world = world, .steps = steps});
   state_->elements = elements;
 }
 Learner::~Learner() = default;
@@ -126,6 +126,7 @@ Learner& Learner::operator=(Learner&&) noexcept = default;
 const Codec& Learner::base() const { return state_->base; }
 Codec Learner::codec(uint64_t step, double rate) const { return state_->fitter->codec(step, rate); }
 bool Learner::observes(uint64_t step) const { return state_->fitter->due(step); }
+std::string Learner::plan() const { return state_->fitter->plan(); }
 bool Learner::ahead() const { return state_->fitter->ahead(); }
 
 void Learner::observe(Runner& runner, std::span<const uint32_t> which, uint64_t step,

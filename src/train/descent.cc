@@ -41,7 +41,7 @@ class GradientDescent final : public Descent {
         control_(parts.control),
         clip_(parts.settings.clip),
         optimizer_(parts.settings, tensors_of(parts.parameters), parts.compute_device()) {
-    ReduceOptions options = parts.settings.reduce_options();
+    ReduceOptions options = parts.reduce_options();
     options.device = parts.codec_device;
     exchange_ = std::make_unique<Exchange>(parts.engine, parts.parameters, options, parts.settings.bucket_mb * 1e6,
                                            parts.stream);
@@ -103,6 +103,12 @@ class GradientDescent final : public Descent {
 
 }  // namespace
 
+ReduceOptions DescentParts::reduce_options() const {
+  ReduceOptions options = settings.reduce_options();
+  options.steps = steps;
+  return options;
+}
+
 Device DescentParts::compute_device() const {
   Device device = codec_device;
   if (stream) device.stream = stream->native_handle();
@@ -124,9 +130,8 @@ std::unique_ptr<Descent> make_descent(const DescentParts& parts) {
   std::vector<NamedTensor> tensors;
   for (const NamedParameter& one : parts.parameters) tensors.push_back(describe(one));
   const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(1000 * parts.timeout));
-  return make_qadam_descent(
-      parts, std::make_unique<MeanUpdates>(parts.engine, std::move(tensors), parts.settings.reduce_options(),
-                                           parts.settings.down, timeout));
+  return make_qadam_descent(parts, std::make_unique<MeanUpdates>(parts.engine, std::move(tensors),
+                                                                 parts.reduce_options(), parts.settings.down, timeout));
 }
 
 }  // namespace gradwire::train

@@ -72,6 +72,7 @@ struct DescentParts {
   Engine& engine;  // for gradients and updates
   Control& control;
   const Settings& settings;
+  uint64_t steps = 0;  // of the run
   double timeout = 0;  // seconds
   std::vector<NamedParameter> parameters;
   std::optional<c10::Stream> stream;  // where the worker computes, on a GPU
@@ -79,6 +80,7 @@ struct DescentParts {
   const ServerPlace* server = nullptr;  // null: the workers are the ranks of the engine
   std::vector<NamedParameter> buffers;  // the model's f32 buffers
 
+  ReduceOptions reduce_options() const;  // of the settings, with the length of the run
   Device compute_device() const;  // where the worker computes: the device of the codecs, on the worker's own stream
 };
 

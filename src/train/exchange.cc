@@ -9,8 +9,11 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 
 #include "core/check.h"
+#include "gradwire/learn.h"
+#include "gradwire/rules.h"
 
 namespace gradwire::train {
 namespace {
@@ -24,6 +27,19 @@ void order_streams(const c10::Stream& earlier, const c10::Stream& later) {
   c10::Event event(earlier.device_type());
   event.record(earlier);
   event.block(later);
+}
+
+// A codec that looks at a step before it is sent needs all of its gradients at once: they go in one bucket.
+bool looks_ahead(const ReduceOptions& options, const std::vector<NamedTensor>& tensors) {
+  for (const std::string& text : {options.up, options.down}) {
+    if (text.empty()) continue;
+    const Rules rules = Rules::parse(text);
+    for (const NamedTensor& tensor : tensors) {
+      const Codec codec = rules.codec_for(tensor.name, tensor.dimensions, tensor.count);
+      if (codec.traits().learns && Learner(codec, 1, 1).ahead()) return true;
+    }
+  }
+  return false;
 }
 
 struct Hook final : torch::autograd::PostAccumulateGradHook {
@@ -56,6 +72,9 @@ Exchange::Exchange(Engine& engine, std::vector<NamedParameter> parameters, const
       options_(options),
       stream_(stream),
       bucket_of_(parameters_.size()) {
+  std::vector<NamedTensor> model;
+  for (const NamedParameter& parameter : parameters_) model.push_back(describe(parameter));
+  if (looks_ahead(options_, model)) bucket_bytes = std::numeric_limits<double>::infinity();
   double filled = 0;
   for (size_t i = parameters_.size(); i-- > 0;) {
     const double bytes = 4.0 * static_cast<double>(parameters_[i].tensor.numel());
@@ -73,6 +92,7 @@ Exchange::Exchange(Engine& engine, std::vector<NamedParameter> parameters, const
     for (size_t i : bucket->parameters) tensors.push_back(describe(parameters_[i]));
     ReduceOptions own = options_;
     own.commit = ReduceOptions::Commit::manual;  // all buckets of a step are decided together
+    if (buckets_.size() > 1) own.model = model;  // and learn together
     if (stream_) {
       bucket->stream = new_stream(stream_->device());
       own.device.stream = bucket->stream->native_handle();
@@ -130,6 +150,10 @@ void Exchange::finish() {
   overlap_ = false;
   while (next_ < buckets_.size()) send(*buckets_[next_++]);
   for (auto& bucket : buckets_) bucket->handle.wait();
+  if (buckets_.size() < 2) return;
+  std::vector<Reducer*> all;
+  for (auto& bucket : buckets_) all.push_back(bucket->reducer.get());
+  Reducer::learn_together(all, step_);
 }
 
 void Exchange::commit() {

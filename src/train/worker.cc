@@ -77,9 +77,11 @@ Worker::Worker(Engine& engine, const TrainingJob& job)
   std::vector<NamedParameter> kept;
   for (const auto& item : model_->named_buffers())
     if (item.value().scalar_type() == torch::kFloat32) kept.push_back({item.key(), item.value()});
+  total_ = settings_.total_steps(job.task.train.count);
   descent_ = make_descent({.engine = engine_,
                            .control = control_,
                            .settings = settings_,
+                           .steps = total_,
                            .timeout = job.places.timeout,
                            .parameters = named,
                            .stream = stream_,
@@ -91,7 +93,6 @@ Worker::Worker(Engine& engine, const TrainingJob& job)
       if (control_.rank() == 0) expect_writable(job.places.export_to);  // better now than after hours of training
     });
   if (!job.places.checkpoint.empty()) checkpoints_ = std::make_unique<Checkpoints>(job.places.checkpoint, control_);
-  total_ = settings_.total_steps(job.task.train.count);
   if (settings_.precision == "fp16") scale_ = {.value = 65536, .good = 0, .moves = true};
   epochs_ = points_ = bits_ = layers_ = nlohmann::json::array();
 }

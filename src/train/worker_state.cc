@@ -241,6 +241,8 @@ nlohmann::json Worker::record() const {
           {"schedule", settings_.schedule},
           {"parameters", elements()},
           {"finished", step_ >= total_},
+          {"failed", 2 * skipped_ > step_},  // its weights are not what was asked for
+          {"steps", step_},
           {"weights", fmt::format("{:016x}", weights_hash())},
           {"skipped_steps", skipped_},
           {"metric", "accuracy"},

@@ -17,6 +17,7 @@
 #include "engine/outcome.h"
 #include "gradwire/collective.h"
 #include "gradwire/error.h"
+#include "support/lighter.h"
 
 namespace gradwire::test {
 
@@ -33,13 +34,10 @@ inline const char* name_of(Method method) { return method == Method::gather ? "g
 // Every codec. Under ThreadSanitizer, where a fit takes a minute, those that differ in what threads do: one that learns
 // among them.
 inline std::vector<std::string> all_specs() {
-#if defined(__SANITIZE_THREAD__)
-  return {"fp32", "qsgd", "topk", "dqsgd"};
-#else
+  if (kThreadSanitizer) return {"fp32", "qsgd", "topk", "dqsgd"};
   std::vector<std::string> specs;
   for (const CodecInfo& info : codecs()) specs.push_back(info.name);
   return specs;
-#endif
 }
 
 // The bytes of a list of tensors, each in its own type.

@@ -20,6 +20,7 @@
 #include "gradwire/error.h"
 #include "server/client.h"
 #include "server/hub.h"
+#include "support/lighter.h"
 
 namespace gradwire::server {
 

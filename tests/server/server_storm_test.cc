@@ -173,14 +173,8 @@ void storm(uint64_t seed, int events, bool async) {
               counts.layouts, counts.stalls);
 }
 
-// Under ThreadSanitizer, where all of it takes minutes, a third.
-#if defined(__SANITIZE_THREAD__)
-constexpr int kShare = 3;
-#else
-constexpr int kShare = 1;
-#endif
-TEST(ServerStorm, TwoHundredEvents) { storm(1, 200 / kShare, false); }
-TEST(ServerStorm, WithoutSteps) { storm(2, 80 / kShare, true); }
+TEST(ServerStorm, TwoHundredEvents) { storm(1, test::lighter(200, 66), false); }
+TEST(ServerStorm, WithoutSteps) { storm(2, test::lighter(80, 27), true); }
 TEST(ServerStorm, LongThousandsOfEvents) {
   for (uint64_t seed = 10; seed < 22; ++seed) storm(seed, 400, seed % 3 == 2);
 }

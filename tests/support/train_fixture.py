@@ -18,7 +18,7 @@ import numpy as np
 
 PROGRAM = (os.environ.get("GRADWIRE_BIN") or os.environ.get("GRADWIRE")
            or str(Path(__file__).resolve().parents[2] / "build/bin/gradwire"))
-INTERNAL, USAGE, BAD_INPUT, IO, UNSUPPORTED, INTERRUPTED = 1, 2, 3, 4, 5, 130
+INTERNAL, USAGE, BAD_INPUT, IO, UNSUPPORTED, FAILED, INTERRUPTED = 1, 2, 3, 4, 5, 8, 130
 SECONDS = None  # no limit of our own: how fast a machine is decides nothing here, and ctest ends a run that hangs
 
 MPI_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

@@ -13,7 +13,8 @@ from .._errors import UnsupportedError, UsageError
 from ._hook import Hook
 
 _ONLY = {
-    "DDP": ("down", "method", "owner_feedback", "warmup", "measure_every", "guard", "timeout"),
+    "DDP": ("down", "method", "owner_feedback", "warmup", "steps", "measure_every", "guard",
+            "timeout"),
     "FSDP2": ("weights",),
 }
 
@@ -30,6 +31,7 @@ def compress(
     residual: torch.dtype = torch.float32,
     min_elements: int = 1024,
     warmup: int | None = None,
+    steps: int | None = None,
     scaler: "torch.amp.GradScaler | None" = None,
     seed: int = 0,
     measure_every: int | None = None,
@@ -69,6 +71,8 @@ def compress(
         of ranks. "gather": every rank receives the messages of all ranks, as most papers describe it.
     owner_feedback: feedback for the way back. Default: True.
     warmup: the number of first steps that are sent uncompressed. Default: 0.
+    steps: the length of the run, for codecs that plan with it ("dqsgd"): `stats()["plan"]` says how. Default: 0, not
+        known.
     measure_every: every so many steps the error of each parameter is measured: `stats()["parameters"]`. Default: 0,
         never.
     guard: a limit for that squared relative error, ||x - x'||^2 / ||x||^2. A parameter that exceeds it on any rank is
@@ -90,7 +94,7 @@ def compress(
     }  # fmt: skip
     specific = {
         "weights": weights, "down": down, "method": method, "owner_feedback": owner_feedback, "warmup": warmup,
-        "measure_every": measure_every, "guard": guard, "timeout": timeout,
+        "steps": steps, "measure_every": measure_every, "guard": guard, "timeout": timeout,
     }  # fmt: skip
     options |= {name: value for name, value in specific.items() if value is not None}
     if kind == "DDP":

@@ -187,6 +187,7 @@ class DdpHook(Hook):
             "owner_feedback": "off" if _hook.switch(given.get("owner_feedback"), "owner_feedback") is False else "on",
             "residual": DTYPES[self._options["residual"]],
             "seed": _arrays.whole(given["seed"], "seed"),
+            "steps": _arrays.whole(given.get("steps", 0), "steps", 10**9),
             "rank": dist.get_rank(self._group),
             "world": self._world,
             "device": core_device(self._device, self._stream, self._threads),
@@ -398,14 +399,16 @@ class DdpHook(Hook):
         last_step, all_steps: the same numbers for the last step, and for all steps since `compress`. "bytes": to other
         ranks; "fp32_bytes": those of an uncompressed ring all-reduce; "bytes_saved": fp32_bytes - bytes; "seconds":
         "encode" and "decode" (processor time, or wall time if a GPU does the work) and "wait" (for other ranks).
-        residual_bytes: memory that residuals take. exempt: parameters that the guard has exempted.
+        plan: a line for each codec that plans ahead (dqsgd): the budget, the number of steps it plans with, the bits so
+        far. residual_bytes: memory that residuals take. exempt: parameters that the guard has exempted.
         parameters: for each name "codec", "elements", "bits" and "error": the squared relative error
         ||x - x'||^2 / ||x||^2 of what was sent, or None if it was not measured (see measure_every).
         """
         self._synchronize()
         up = self._model.codecs("up")
         skipped = self._skipped_before + self._model.skipped()
-        return self._meters.report(self.step, skipped, up, self._world, self._times, self._model.residual_bytes())
+        report = self._meters.report(self.step, skipped, up, self._world, self._times, self._model.residual_bytes())
+        return report | {"plan": self._model.plans()}
 
     def state_dict(self, *, gather: str | None = None) -> dict[str, Any]:
         """What a checkpoint must contain: residuals by parameter name, what codecs have learned, the step.

@@ -54,7 +54,7 @@ class ClusterFitter final : public RefitFitter {
 
 }  // namespace
 
-std::unique_ptr<Fitter> casq_fitter(const Codec& codec, uint64_t, int) {
+std::unique_ptr<Fitter> casq_fitter(const Codec& codec, const FitContext&) {
   return std::make_unique<ClusterFitter>(codec);
 }
 

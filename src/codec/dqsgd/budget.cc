@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The widths in terms of exponents: with e = log2(s_n), the width is h(e) = log2(2^e + 1) + 1, clamped. In the budget
-// form a common shift of all exponents, log2 of k or t, is bisected.
+// In terms of logarithms to base 2: e is that of a step's norm with its weight, and a step takes bit B + 1 after bit B
+// if 2 e + gain(B) exceeds the logarithm of the price.
 #include "codec/dqsgd/budget.h"
 
 #include <fmt/format.h>
@@ -9,6 +9,7 @@
 #include <bit>
 #include <cmath>
 #include <iterator>
+#include <numbers>
 #include <string>
 
 #include "gradwire/error.h"
@@ -16,9 +17,15 @@
 namespace gradwire {
 namespace {
 
-constexpr double kPriorFall = 4.3;     // log2 of how far norms are thought to fall over a run ...
-constexpr double kPriorSpread = 6.64;  // ... and how far off that may be
-constexpr double kPriorScatter = 0.1;  // the variance of log2 of the norm about its line
+constexpr size_t kStateWords = 11;        // of save()
+constexpr double kPriorSpread = 6.64;     // convex: how far off the fall over a run may be
+constexpr double kPriorScatter = 0.1;     // convex: the variance of log2 of the norm about its line
+constexpr double kFirstScatter = 0.0625;  // the same before any was seen: norms that scatter by a sixth of themselves
+constexpr double kLeastScatter = 0.0025;
+constexpr double kMostScatter = 1;     // a single outlier says little about the others
+constexpr double kForget = 0.03;       // of the level and of the scatter, per step
+constexpr double kForgetBurst = 0.7;   // what is kept of the level when a burst has ended
+constexpr double kForgetRecent = 0.3;  // of what stands for a norm that is not known yet
 
 void require(bool fine, const char* field, double value, const char* allowed) {
   if (!fine) {
@@ -27,41 +34,49 @@ void require(bool fine, const char* field, double value, const char* allowed) {
 }
 
 double width(double e) { return (e > 60 ? e : std::log2(std::exp2(e) + 1)) + 1; }
-double exponent(double bits) { return std::log2(std::exp2(bits - 1) - 1); }
+double gain(int bits) {
+  const double coarse = std::exp2(bits - 1) - 1, fine = std::exp2(bits) - 1;
+  return std::log2(1 / (coarse * coarse) - 1 / (fine * fine));
+}
 
-// The clamped widths of `count` steps whose exponents are first, first + slope, ...: term by term if they are few; else
-// the integral over the steps' unit intervals, which is a stretch at either clamp and, between, a smooth piece for
-// Gauss-Legendre (8 points).
-struct Clamped {
-  double least, most, low, high;  // widths, and the exponents that reach them
+double normal(double z) { return std::erfc(-z * std::numbers::sqrt2 / 2) / 2; }
+// The integral of normal() from minus infinity to z.
+double ramp(double z) { return z * normal(z) + std::exp(-z * z / 2) / std::sqrt(2 * std::numbers::pi); }
 
-  double one(double e) const { return std::clamp(width(e), least, most); }
+// The widths that a price leads to.
+struct PricedWidths {
+  int least, most;
+  double gains[32];
 
-  double sum(double first, double slope, double count) const {
-    double total = 0;
-    if (count <= 8) {
-      for (double j = 0; j < count; ++j) total += one(first + slope * j);
-      return total;
+  PricedWidths(int low, int high) : least(low), most(high) {
+    for (int bits = low; bits < high; ++bits) gains[bits] = gain(bits);
+  }
+  int one(double e, double price) const {
+    int bits = least;
+    while (bits < most && 2 * e + gains[bits] > price) ++bits;
+    return bits;
+  }
+  // The sum over `count` steps whose e is normal about first, first + slope, ... with this spread.
+  double expected(double first, double slope, double count, double spread, double price) const {
+    double total = least * count;
+    const double rise = slope / spread;
+    for (int bits = least; bits < most; ++bits) {
+      const double z = (2 * first + gains[bits] - price) / (2 * spread);
+      if (std::abs(rise) * count < 1e-3)
+        total += count * normal(z + rise * (count - 1) / 2);
+      else  // each step is a unit interval about its place on the line
+        total += (ramp(z + rise * (count - 0.5)) - ramp(z - rise / 2)) / rise;
     }
-    const double begin = first - slope / 2, end = begin + slope * count;
-    if (std::abs(end - begin) < 1e-6) return one(first) * count;
-    const double a = std::clamp(std::min(begin, end), low, high), b = std::clamp(std::max(begin, end), low, high);
-    const double below = std::max(0.0, low - std::min(begin, end)) - std::max(0.0, low - std::max(begin, end));
-    const double above = std::max(0.0, std::max(begin, end) - high) - std::max(0.0, std::min(begin, end) - high);
-    static constexpr double kNode[4] = {.1834346424956498, .5255324099163290, .7966664774136267, .9602898564975363};
-    static constexpr double kWeight[4] = {.3626837833783620, .3137066458778873, .2223810344533745, .1012285362903763};
-    const double half = (b - a) / 2, middle = (a + b) / 2;
-    for (int i = 0; i < 4; ++i)
-      total += kWeight[i] * (width(middle - half * kNode[i]) + width(middle + half * kNode[i]));
-    return (total * half + below * least + above * most) / std::abs(slope);
+    return total;
   }
 };
 
 }  // namespace
 
-BitController::BitController(const BitRule& rule) : rule_(rule) {
+BitController::BitController(const BitRule& rule) : rule_(rule), scatter_(kFirstScatter) {
   require(rule.least >= 2 && rule.least <= rule.most, "min", rule.least, "2 or more and no more than max");
   require(rule.most <= 32, "max", rule.most, "32 or less");
+  require(std::isfinite(rule.fall) && rule.fall > 0, "fall", rule.fall, "a finite number above 0");
   if (rule.convex) require(rule.alpha > 0 && rule.alpha <= 1, "alpha", rule.alpha, "above 0 and no more than 1");
   if (rule.form == BitRule::Form::budget) {
     require(rule.budget >= rule.least && rule.budget <= rule.most, "budget", rule.budget, "a mean within min..max");
@@ -77,8 +92,8 @@ BitController::BitController(const BitRule& rule) : rule_(rule) {
                                    : common * rule.eta / (6 * (2 - rule.smooth * rule.eta))) /
              2;
   }
-  const double length = static_cast<double>(rule.steps ? rule.steps : kRollingHorizon);
-  memory_ = 1 - 1 / std::max(10.0, length / 20);
+  memory_ = rule.convex ? 1 - 1 / std::max(10.0, static_cast<double>(rule.steps ? rule.steps : kRollingHorizon) / 20)
+                        : 1 - kForget;
 }
 
 int BitController::decide(uint64_t step, double norm) {
@@ -91,30 +106,28 @@ int BitController::decide(uint64_t step, double norm) {
   const uint64_t end = known ? std::max(rule_.steps, step + 1) : step + kRollingHorizon;
   const double remaining = static_cast<double>(end - step);
   const double fading = rule_.convex && known ? -std::log2(rule_.alpha) / 2 : 0;
-  const double here = log_norm - fading * remaining;
   if (rule_.form == BitRule::Form::error) {
-    return static_cast<int>(std::clamp(std::ceil(width(scale_ + here)), double(rule_.least), double(rule_.most)));
+    const double bits = std::ceil(width(scale_ + log_norm - fading * remaining));
+    return static_cast<int>(std::clamp(bits, double(rule_.least), double(rule_.most)));
   }
 
-  const Clamped clamped{double(rule_.least), double(rule_.most), exponent(rule_.least), exponent(rule_.most)};
-  const double tilt = slope(), later = remaining - 1;
-  const double level = (sums_[2] - tilt * sums_[1]) / sums_[0] - static_cast<double>(learned_ - 1 - step) * tilt;
-  const double next = level + tilt - fading * later, rise = tilt + fading;
+  const Forecast f = forecast(step, log_norm);
+  const PricedWidths widths(rule_.least, rule_.most);
+  const double later = remaining - 1, here = f.here - fading * remaining, next = f.next - fading * later,
+               rise = f.slope + fading;
   const double used = static_cast<double>(spent_);
   const double left = std::floor(rule_.budget * static_cast<double>(end) + 1e-9) - used;
-
-  double low = -128, high = 128;
-  low -= std::max(here, std::max(next, next + rise * later));
-  high -= std::min(here, std::min(next, next + rise * later));
-  for (int i = 0; i < 48 && high - low > 1e-6; ++i) {
-    const double middle = (low + high) / 2;
-    const bool over = clamped.one(middle + here) + clamped.sum(middle + next, rise, later) > left;
-    (over ? high : low) = middle;
+  const auto [bottom, top] = std::minmax({here, next, next + rise * later});
+  double low = 2 * bottom - 80, high = 2 * top + 80;
+  for (int i = 0; i < 60 && high - low > 1e-6; ++i) {
+    const double price = (low + high) / 2;
+    const double total = widths.one(here, price) + widths.expected(next, rise, later, f.spread, price);
+    (total > left ? low : high) = price;
   }
-  double limit = left - clamped.least * later;
+  double limit = left - rule_.least * later;
   if (!known) limit = std::floor(rule_.budget * static_cast<double>(step + 1) + 1e-9) - used;
-  const double wanted = later > 0 ? std::round(clamped.one((low + high) / 2 + here)) : left;
-  return static_cast<int>(std::clamp(std::min(wanted, limit), clamped.least, clamped.most));
+  const double wanted = later > 0 ? widths.one(here, high) : left;
+  return static_cast<int>(std::clamp(std::min(wanted, limit), double(rule_.least), double(rule_.most)));
 }
 
 void BitController::spent(int bits) {
@@ -127,11 +140,22 @@ double BitController::mean_bits() const { return told_ ? static_cast<double>(spe
 // Moves the origin of x to this step, lets the older points fade, adds this one.
 void BitController::learn(uint64_t step, double log_norm) {
   auto& [w, x, y, xx, xy, yy] = sums_;
+  bool burst_over = false;  // less than half of the level: what came before is no measure any more
+  if (learned_) {
+    const Forecast f = forecast(step, log_norm);
+    const double miss = log_norm - (f.next - f.slope);
+    burst_over = !rule_.convex && miss < -1;
+    scatter_ += kForget * (std::min(miss * miss, kMostScatter) - scatter_);
+    recent_ += kForgetRecent * (log_norm - recent_);
+  } else {
+    recent_ = log_norm;
+  }
   const double gap = static_cast<double>(step + 1 - learned_);
   xx += gap * (gap * w - 2 * x);
   xy -= gap * y;
   x -= gap * w;
-  const double keep = learned_ ? std::pow(memory_, gap) : 0;
+  double keep = learned_ ? std::pow(memory_, gap) : 0;
+  if (burst_over) keep *= kForgetBurst;
   for (double& sum : sums_) sum *= keep;
   w += 1;
   y += log_norm;
@@ -139,12 +163,13 @@ void BitController::learn(uint64_t step, double log_norm) {
   learned_ = step + 1;
 }
 
-// A Bayesian line: before there is scatter to measure, two steps' worth of an ordinary one stand in for it, so that the
-// first few norms do not decide alone.
+// Convex: a Bayesian line. Before there is scatter to measure, two steps' worth of an ordinary one stand in for it, so
+// that the first few norms do not decide alone.
 double BitController::slope() const {
   const auto& [w, x, y, xx, xy, yy] = sums_;
   const double run = static_cast<double>(rule_.steps ? rule_.steps : kRollingHorizon);
-  const double prior = rule_.convex && rule_.steps ? std::log2(rule_.alpha) / 2 : -kPriorFall / run;
+  if (!rule_.convex || !rule_.steps) return rule_.steps ? -std::log2(rule_.fall) / run : 0;
+  const double prior = std::log2(rule_.alpha) / 2;
   const double sxx = xx - x * x / w, sxy = xy - x * y / w, syy = yy - y * y / w;
   if (sxx < 0.5) return prior;
   const double scatter = (std::max(0.0, syy - sxy * sxy / sxx) + 2 * kPriorScatter) / (w + 1);
@@ -152,18 +177,43 @@ double BitController::slope() const {
   return (sxy + trust * prior) / (sxx + trust);
 }
 
+// Non-convex: the average that stands for the level is as old as the steps it was taken from. Where norms fall all the
+// time, it lies above the present ones, and steps would save bits for later ones that need them less. So the line
+// through the last steps says where the level is now. It is not followed into the future, and not further than a run
+// that falls a thousandfold: a burst is no trend.
+double BitController::trend() const {
+  const auto& [w, x, y, xx, xy, yy] = sums_;
+  const double sxx = xx - x * x / w, sxy = xy - x * y / w;
+  const double run = static_cast<double>(rule_.steps ? rule_.steps : kRollingHorizon), most = 10 / run;
+  const double told = rule_.steps ? -std::log2(rule_.fall) / run : 0;
+  if (sxx < 0.5) return told;
+  const double trust = scatter_ / (most * most);
+  return std::clamp((sxy + trust * told) / (sxx + trust), told - most, told + most);
+}
+
+BitController::Forecast BitController::forecast(uint64_t step, double log_norm) const {
+  const double tilt = slope(), fit = rule_.convex && rule_.steps ? tilt : trend();
+  const double level = (sums_[2] - fit * sums_[1]) / sums_[0];  // of the last step learned
+  const double ahead = static_cast<double>(step) - static_cast<double>(learned_ - 1);
+  return {.here = rule_.lagged ? recent_ + tilt : log_norm,
+          .next = level + (ahead + 1) * tilt,
+          .slope = tilt,
+          .spread = std::sqrt(std::max(scatter_, kLeastScatter))};
+}
+
 std::vector<uint64_t> BitController::save() const {
   std::vector<uint64_t> state{spent_, told_, learned_};
   for (double sum : sums_) state.push_back(std::bit_cast<uint64_t>(sum));
+  state.push_back(std::bit_cast<uint64_t>(recent_));
+  state.push_back(std::bit_cast<uint64_t>(scatter_));
   return state;
 }
 
 void BitController::restore(std::span<const uint64_t> state) {
-  if (state.size() != 3 + std::size(sums_)) {
-    throw Error(
-        ErrorKind::frame,
-        "bits state has " + std::to_string(state.size()) + " words, expected " + std::to_string(3 + std::size(sums_)),
-        "bits");
+  if (state.size() != kStateWords) {
+    throw Error(ErrorKind::frame,
+                "bits state has " + std::to_string(state.size()) + " words, expected " + std::to_string(kStateWords),
+                "bits");
   }
   for (size_t i = 3; i < state.size(); ++i) {
     if (!std::isfinite(std::bit_cast<double>(state[i]))) {
@@ -174,6 +224,8 @@ void BitController::restore(std::span<const uint64_t> state) {
   told_ = state[1];
   learned_ = state[2];
   for (size_t i = 0; i < std::size(sums_); ++i) sums_[i] = std::bit_cast<double>(state[i + 3]);
+  recent_ = std::bit_cast<double>(state[9]);
+  scatter_ = std::clamp(std::bit_cast<double>(state[10]), 0.0, kMostScatter);
 }
 
 }  // namespace gradwire

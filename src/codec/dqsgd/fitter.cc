@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "codec/dqsgd/fitter.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -16,8 +18,8 @@ namespace {
 // What drives the rounding noise of a step is the mean over its elements of the squared norm of their bucket.
 class WidthFitter final : public Fitter {
  public:
-  WidthFitter(const Codec& codec, uint64_t elements, int world)
-      : base_(codec), rule_(rule_of(codec, elements, world)), controller_(rule_) {
+  WidthFitter(const Codec& codec, const FitContext& context)
+      : base_(codec), rule_(rule_of(codec, context)), controller_(rule_) {
     set(scheme_of(base_).bits);
   }
   Source source() const override { return Source::scales; }
@@ -55,6 +57,12 @@ class WidthFitter final : public Fitter {
     }
     if (ahead()) controller_.spent(bits_);
   }
+  std::string plan() const override {
+    if (rule_.form == BitRule::Form::error)
+      return fmt::format("a quantisation error of {} over {}", rule_.error, length());
+    return fmt::format("{} bits per element on average over {}; {:.4g} so far, {} in the next step", rule_.budget,
+                       length(), controller_.mean_bits(), bits_);
+  }
   std::vector<uint64_t> save() const override {
     std::vector<uint64_t> state = controller_.save();
     state.push_back(static_cast<uint64_t>(bits_));
@@ -69,23 +77,27 @@ class WidthFitter final : public Fitter {
   }
 
  private:
-  static BitRule rule_of(const Codec& codec, uint64_t elements, int world) {
+  static BitRule rule_of(const Codec& codec, const FitContext& context) {
     BitRule rule;
     rule.error = number_of(codec, "error");
     rule.form = rule.error > 0 ? BitRule::Form::error : BitRule::Form::budget;
     rule.convex = codec.get("rule") == "convex";
     rule.steps = static_cast<uint64_t>(number_of(codec, "steps"));
+    if (rule.steps == 0) rule.steps = context.steps;
     rule.alpha = number_of(codec, "alpha");
+    rule.fall = number_of(codec, "fall");
+    rule.lagged = codec.get("mode") != "paper";
     rule.eta = number_of(codec, "eta");
     rule.smooth = number_of(codec, "smooth");
-    rule.dimension = static_cast<double>(std::max<uint64_t>(elements, 1));
-    rule.workers = world;
+    rule.dimension = static_cast<double>(std::max<uint64_t>(context.elements, 1));
+    rule.workers = context.world;
     rule.least = static_cast<int>(number_of(codec, "min"));
     rule.most = static_cast<int>(number_of(codec, "max"));
     rule.budget = std::clamp<double>(number_of(codec, "budget"), rule.least,
                                      rule.most);  // what no width can keep is brought to one that can
     return rule;
   }
+  std::string length() const { return rule_.steps ? fmt::format("{} steps", rule_.steps) : "a run of unknown length"; }
   void set(int bits) {
     bits_ = bits;
     current_ = width(bits);
@@ -101,8 +113,8 @@ class WidthFitter final : public Fitter {
 
 }  // namespace
 
-std::unique_ptr<Fitter> dqsgd_fitter(const Codec& codec, uint64_t elements, int world) {
-  return std::make_unique<WidthFitter>(codec, elements, world);
+std::unique_ptr<Fitter> dqsgd_fitter(const Codec& codec, const FitContext& context) {
+  return std::make_unique<WidthFitter>(codec, context);
 }
 
 }  // namespace gradwire

@@ -6,6 +6,6 @@
 
 namespace gradwire {
 
-std::unique_ptr<Fitter> dqsgd_fitter(const Codec& codec, uint64_t elements, int world);
+std::unique_ptr<Fitter> dqsgd_fitter(const Codec& codec, const FitContext& context);
 
 }  // namespace gradwire

@@ -62,7 +62,7 @@ class FrequencyFitter final : public MantissaFitter {
 
 }  // namespace
 
-std::unique_ptr<Fitter> fft_fitter(const Codec& codec, uint64_t, int) {
+std::unique_ptr<Fitter> fft_fitter(const Codec& codec, const FitContext&) {
   return std::make_unique<FrequencyFitter>(codec);
 }
 

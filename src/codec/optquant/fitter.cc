@@ -33,7 +33,7 @@ class LevelsFitter final : public RefitFitter {
 
 }  // namespace
 
-std::unique_ptr<Fitter> optquant_fitter(const Codec& codec, uint64_t, int) {
+std::unique_ptr<Fitter> optquant_fitter(const Codec& codec, const FitContext&) {
   return std::make_unique<LevelsFitter>(codec);
 }
 

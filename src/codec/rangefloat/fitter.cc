@@ -34,7 +34,7 @@ std::vector<uint32_t> MantissaFitter::table_of(const FitStats& pooled) const {
       choose_mantissa(histogram, static_cast<int>(number_of(base_, "bits")), base_.get("mode") == "paper"))};
 }
 
-std::unique_ptr<Fitter> rangefloat_fitter(const Codec& codec, uint64_t, int) {
+std::unique_ptr<Fitter> rangefloat_fitter(const Codec& codec, const FitContext&) {
   return std::make_unique<RangeFloatFitter>(codec);
 }
 

@@ -21,6 +21,6 @@ class MantissaFitter : public RefitFitter {
   std::vector<uint32_t> table_of(const FitStats& pooled) const override;
 };
 
-std::unique_ptr<Fitter> rangefloat_fitter(const Codec& codec, uint64_t elements, int world);
+std::unique_ptr<Fitter> rangefloat_fitter(const Codec& codec, const FitContext& context);
 
 }  // namespace gradwire
