@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "bench/bench_case.h"
+#include "bench/break_even.h"
 #include "bench/resnet50.h"
 #include "bench/synthetic.h"
 #include "cli/command.h"
@@ -25,7 +26,7 @@ struct CodecBenchOptions {
   std::vector<std::string> codecs = {"all"};
   uint64_t elements = 16777216;
   std::string dtype = "f32", residual = "f32", list;
-  int pairs = 15;
+  int pairs = 15, world = 4;
   BackendOptions backend;
   bool json = false;
 };
@@ -116,8 +117,20 @@ double limit_fraction(const CodecBenchResult& result, const Timed& timed, uint64
   return median(timed.of_copy) * static_cast<double>(bytes) / (2.0 * static_cast<double>(result.tensor_bytes));
 }
 
+CodecCost cost_of(const std::string& spec, const CodecBenchResult& result) {
+  const Timed& first = Codec::parse(spec).traits().feedback ? result.feedback : result.encode;
+  return {.bytes = static_cast<double>(result.frame_bytes),
+          .first_encode = median(first.seconds),
+          .encode = median(result.encode.seconds),
+          .decode = median(result.decode.seconds)};
+}
+
+nlohmann::ordered_json json_of(const std::optional<double>& gbps) {
+  return gbps ? nlohmann::ordered_json(*gbps) : nlohmann::ordered_json(nullptr);
+}
+
 nlohmann::ordered_json to_json(const std::string& spec, const CodecBenchOptions& options, uint64_t elements,
-                               const CodecBenchResult& result) {
+                               const CodecBenchResult& result, const CodecCost& bf16) {
   const double fp32_bytes = 4.0 * static_cast<double>(elements);
   const auto rate = [&](const Timed& timed) { return fp32_bytes / median(timed.seconds) * 1e-9; };
   const uint64_t one_way = result.tensor_bytes + result.frame_bytes;
@@ -149,6 +162,10 @@ nlohmann::ordered_json to_json(const std::string& spec, const CodecBenchOptions&
     row["feedback_list_over_single"] = median(result.feedback.of_single);
     row["decode_list_over_single"] = median(result.decode.of_single);
   }
+  const CodecCost own = cost_of(spec, result);
+  row["world"] = options.world;
+  row["break_even_Gbps"] = json_of(break_even_gbps(own, {.bytes = fp32_bytes}, options.world));
+  row["break_even_bf16_Gbps"] = json_of(break_even_gbps(own, bf16, options.world));
   row["residual"] = options.residual;
   row["pairs"] = options.pairs;
   row["encode_spread"] = spread(result.encode.seconds);
@@ -166,10 +183,10 @@ void print_page(const CodecBenchOptions& options, uint64_t elements, const std::
                                                      : fmt::format("the CPU, {} thread{}", options.backend.threads,
                                                                    options.backend.threads == 1 ? "" : "s"),
                     options.pairs));
-  std::vector<std::string> header = {"codec",        "bits/element",   "ratio",       "error",
-                                     "encode",       "feedback",       "decode",      "copy",
-                                     "encode/limit", "feedback/limit", "decode/limit"};
-  std::string alignment = "lrrrrrrrrrr";
+  std::vector<std::string> header = {"codec",        "bits/element", "ratio",    "error",        "encode",
+                                     "feedback",     "decode",       "copy",     "encode/limit", "feedback/limit",
+                                     "decode/limit", "pays/fp32",    "pays/bf16"};
+  std::string alignment = "lrrrrrrrrrrrr";
   if (!options.list.empty()) {
     header.insert(header.end(), {"encode/single", "decode/single"});
     alignment += "rr";
@@ -189,6 +206,11 @@ void print_page(const CodecBenchOptions& options, uint64_t elements, const std::
       impossible |= !possible;
       return number(name, "{:.2f}") + (possible ? "" : " (?)");
     };
+    const auto pays = [&](const char* name) {
+      if (row.at(name).is_null()) return std::string("always");
+      const double gbps = row.at(name).get<double>();
+      return gbps > 0 ? fmt::format("{:.3g}", gbps) : std::string("never");
+    };
     std::vector<std::string> cells = {row.at("codec").get<std::string>(),
                                       number("bits_per_element", "{:.3f}"),
                                       number("ratio", "{:.2f}"),
@@ -199,7 +221,9 @@ void print_page(const CodecBenchOptions& options, uint64_t elements, const std::
                                       number("copy_GBps", "{:.2f}"),
                                       limit("limit_fraction_encode"),
                                       limit("limit_fraction_feedback"),
-                                      limit("limit_fraction_decode")};
+                                      limit("limit_fraction_decode"),
+                                      pays("break_even_Gbps"),
+                                      pays("break_even_bf16_Gbps")};
     if (!options.list.empty()) {
       cells.push_back(number("encode_list_over_single", "{:.2f}"));
       cells.push_back(number("decode_list_over_single", "{:.2f}"));
@@ -214,6 +238,9 @@ void print_page(const CodecBenchOptions& options, uint64_t elements, const std::
       "from "
       "the\n"
       "first to the third quartile of the rounds. copy: GB/s read + written.\n"
+      "pays/fp32, pays/bf16: Gb/s of a link below which the codec is faster than fp32 or a bf16 cast, by these rates, "
+      "in an\n"
+      "all-reduce of --world ranks that does not overlap with anything.\n"
       "/limit: share of the speed at which a plain copy moves the same bytes; 1.00 is the memory limit. "
       "docs/measuring.md\n"
       "defines all figures.\n");
@@ -235,10 +262,12 @@ void bench_codec(const CodecBenchOptions& options) {
   std::vector<float> values(elements);
   fill_gradient(values, 1, machine_threads());
   std::vector<nlohmann::ordered_json> rows;
+  const CodecCost bf16 =
+      cost_of("bf16", measure(*make_backend(options.backend), "bf16", options, tensors, values, progress));
   for (const std::string& spec : options.codecs) {
     const std::unique_ptr<BenchBackend> backend = make_backend(options.backend);
     const CodecBenchResult result = measure(*backend, spec, options, tensors, values, progress);
-    rows.push_back(to_json(spec, options, elements, result));
+    rows.push_back(to_json(spec, options, elements, result, bf16));
     if (options.json) {
       progress.clear();
       print(rows.back().dump() + "\n");
@@ -257,6 +286,7 @@ void add_bench_codec(CLI::App& bench, Action& action) {
   add_whole(*command, "--elements", options->elements, 1, kMostElements, "Number of elements of the tensor");
   add_choice(*command, "--list", options->list, {"resnet50"},
              "Time the tensors of this model in one call, and one tensor of the same size");
+  add_whole(*command, "--world", options->world, 2, 1 << 20, "Number of ranks for which the break-even is computed");
   add_choice(*command, "--dtype", options->dtype, {"f32", "f16", "bf16"}, "Type of the tensor");
   add_choice(*command, "--residual", options->residual, {"f32", "bf16"}, "Type of the residual");
   add_whole(*command, "--pairs", options->pairs, 1, 100000, "Number of timed rounds; one more runs first to warm up");

@@ -94,6 +94,7 @@ def _parser() -> _Parser:
     )
     options.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads [1]")
     options.add_argument("--rounds", type=int, default=15, metavar="N", help="timed rounds; one more runs first [15]")
+    options.add_argument("--world", type=int, default=4, metavar="N", help="ranks, for the break-even link speed [4]")
     return parser
 
 
@@ -109,7 +110,7 @@ def main(arguments: List[str] | None = None) -> int:
         elif given.command == "codecs":
             codecs(given.json)
         else:
-            bench(given.codec, given.elements, given.device, given.threads, given.rounds, given.json)
+            bench(given.codec, given.elements, given.device, given.threads, given.rounds, given.json, given.world)
         sys.stdout.flush()
     except Error as error:
         print(f"gradwire: {error}", file=sys.stderr)

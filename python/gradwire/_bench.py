@@ -167,7 +167,29 @@ def measure(place: Any, given: str, values: Any, rounds: int) -> Dict[str, Any]:
     }
 
 
-def bench(codecs: List[str], elements: int, device: str, threads: int, rounds: int, as_json: bool) -> None:
+def break_even(row: Dict[str, Any], rival: Dict[str, Any], world: int) -> "float | None":
+    """The Gb/s of a link below which an all-reduce of `world` ranks with the codec of `row` is faster than with that of
+    `rival`: 0.0 where it never is, None where it always is. A rank encodes all elements, those of its own shard again,
+    and decodes as many elements twice; every byte travels 2 (world - 1) / world times. Nothing overlaps."""
+
+    def seconds(one: Dict[str, Any]) -> float:
+        if "encode_GBps" not in one:  # fp32, which needs no codec
+            return 0.0
+        gigabytes = 4e-9 * float(one["elements"])
+        return gigabytes * ((1 + 1 / world) / float(one["encode_GBps"]) + 2 / float(one["decode_GBps"]))
+
+    saved = (rival["bits_per_element"] - row["bits_per_element"]) * row["elements"]
+    added = seconds(row) - seconds(rival)
+    if saved <= 0:
+        return 0.0
+    return None if added <= 0 else 2e-9 * (world - 1) / world * saved / added
+
+
+def bench(
+    codecs: List[str], elements: int, device: str, threads: int, rounds: int, as_json: bool, world: int = 4
+) -> None:
+    if world < 2:
+        raise UsageError(f"world is {world}; allowed is an integer from 2 on", field="world")
     for name, value in (("elements", elements), ("rounds", rounds)):
         if value < 1:
             raise UsageError(f"{name} is {value}; allowed is an integer from 1 on", field=name)
@@ -182,10 +204,15 @@ def bench(codecs: List[str], elements: int, device: str, threads: int, rounds: i
     values = gradient(elements)
     rows: List[Dict[str, Any]] = []
     for place in places:
+        bf16 = measure(place, "bf16", values, rounds)
         for codec in codecs:
             if sys.stderr.isatty():
                 print(f"\r{place.name}: {codec:<60.60}", end="\r", file=sys.stderr)
-            rows.append(measure(place, codec, values, rounds))
+            row = measure(place, codec, values, rounds)
+            row["world"] = world
+            row["break_even_Gbps"] = break_even(row, {"bits_per_element": 32.0}, world)
+            row["break_even_bf16_Gbps"] = break_even(row, bf16, world)
+            rows.append(row)
             if as_json:
                 print(json.dumps(rows[-1]), flush=True)
     if not as_json:
@@ -198,6 +225,10 @@ def _sees_cuda() -> bool:
     except ImportError:
         return False
     return bool(torch.cuda.is_available())
+
+
+def _pays(gbps: "float | None") -> str:
+    return "always" if gbps is None else f"{gbps:.3g}" if gbps > 0 else "never"
 
 
 def _page(rows: List[Dict[str, Any]]) -> None:
@@ -215,7 +246,7 @@ def _page(rows: List[Dict[str, Any]]) -> None:
         )
         print(
             f"{'codec':<{width}}  bits/element   ratio     error    encode    decode      copy  encode/copy  "
-            "decode/copy"
+            "decode/copy  pays/fp32  pays/bf16"
         )
         for row in here:
             print(
@@ -223,9 +254,12 @@ def _page(rows: List[Dict[str, Any]]) -> None:
                 f"{row['error']:8.3g}"
                 f"  {row['encode_GBps']:8.2f}  {row['decode_GBps']:8.2f}  {row['copy_GBps']:8.2f}"
                 f"  {row['encode_of_copy']:11.2f}  {row['decode_of_copy']:11.2f}"
+                f"  {_pays(row['break_even_Gbps']):>9}  {_pays(row['break_even_bf16_Gbps']):>9}"
             )
     print(
         "\nratio: fp32 bytes / bytes of the frame. error: squared relative error, |x - y|^2 / |x|^2."
         "\nencode, decode, copy: GB of float32 tensor per second."
         "\n/copy: the speed divided by that of a plain copy of the tensor, by one thread or by the GPU."
+        "\npays/fp32, pays/bf16: Gb/s of a link below which the codec is faster than fp32 or a bf16 cast, by these rates,"
+        "\nin an all-reduce of --world ranks that does not overlap with anything; error feedback is not counted."
     )

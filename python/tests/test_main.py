@@ -71,6 +71,11 @@ def test_bench_verifies_and_measures():
         for row in rows
         for name in ("encode_GBps", "decode_GBps", "copy_GBps", "encode_of_copy", "decode_of_copy")
     )
+    assert rows[0]["break_even_Gbps"] == 0 and rows[0]["world"] == 4
+    gigabytes, codec = 4e-9 * 20000, rows[1]
+    seconds = gigabytes * (1.25 / codec["encode_GBps"] + 2 / codec["decode_GBps"])
+    saved = 1.5 * 8 * (gigabytes - codec["bits_per_element"] * 20000 / 8e9)
+    assert codec["break_even_Gbps"] == pytest.approx(saved / seconds)
     every = run("bench", *options)
     assert every.returncode == 0 and all(info["codec"] in every.stdout for info in gradwire.codecs())
 
@@ -83,6 +88,7 @@ def test_bench_verifies_and_measures():
         (["bench", "--codec", "nothing"], "nothing"),
         (["bench", "--elements", "x"], "--elements"),
         (["bench", "--elements", "0"], "elements is 0"),
+        (["bench", "--world", "1"], "world is 1"),
         (["bench", "--device", "tpu"], "tpu"),
         (["bench", "--codec", "qsgd:bits=9"], "from 2 to 8"),
     ],

@@ -756,6 +756,21 @@ def test_bench_codec_takes_other_types_threads_and_targets(dtype):
     assert row["dtype"] == dtype and row["threads"] == 2 and 0 < row["error"] < 0.01
 
 
+@pytest.mark.parametrize("world", [2, 8])
+def test_the_break_even_of_a_codec_follows_from_the_rates_of_its_row(world):
+    out, _ = run("bench", "codec", "--codec", "fp32", "--codec", "bf16", "--codec", "qsgd:bits=4", "--codec", "onebit",
+                 "--elements", "65536", "--pairs", "3", "--world", str(world), "--json")
+    rows = {row["codec"]: row for row in map(json.loads, out.splitlines())}
+    for codec, row in rows.items():
+        first = row["feedback_encode_GBps" if codec == "onebit" else "encode_GBps"]  # onebit has error feedback
+        seconds = 4e-9 * 65536 * (1 / first + 1 / world / row["encode_GBps"] + 2 / row["decode_GBps"])
+        gigabits = 2 * (world - 1) / world * (32 - row["bits_per_element"]) * 65536 * 1e-9
+        expected = max(0, gigabits / seconds)
+        assert row["break_even_Gbps"] == pytest.approx(expected, rel=1e-6), codec
+    assert rows["fp32"]["break_even_Gbps"] == 0 == rows["bf16"]["break_even_bf16_Gbps"]
+    assert rows["onebit"]["break_even_bf16_Gbps"] is None or rows["onebit"]["break_even_bf16_Gbps"] > 0
+
+
 def test_bench_codec_of_a_list_compares_with_one_tensor():
     row, = rows("bench", "codec", "--codec", "qsgd:bits=4", "--list", "resnet50", "--pairs", 1)
     assert row["elements"] == 25557032 and row["list"] == "resnet50"
