@@ -92,6 +92,7 @@ json series_of(const Series& series) {
                  {"bits", series.bits},
                  {"ratio", series.ratio},
                  {"bytes", series.bytes},
+                 {"pays", {series.pays_fp32, series.pays_half}},
                  {"skipped", series.skipped},
                  {"wall", series.seconds.wall},
                  {"compute",

@@ -218,6 +218,12 @@ void fill(Series& series) {
       last([](const Epoch& e) { return e.seconds.wall; }), last([](const Epoch& e) { return e.seconds.compute; }),
       last([](const Epoch& e) { return e.seconds.encode; }), last([](const Epoch& e) { return e.seconds.wait; }),
       last([](const Epoch& e) { return e.seconds.decode; })};
+  if (const double own = series.seconds.encode + series.seconds.decode; own > 0 && std::isfinite(series.ratio)) {
+    const double fp32 = series.bytes * series.ratio;
+    const auto pays = [&](double rival) { return std::max(0.0, (rival - series.bytes) * 8e-9 / own); };
+    series.pays_fp32 = pays(fp32);
+    series.pays_half = pays(fp32 / 2);
+  }
   fill_bits(series);
   fill_layers(series);
 }

@@ -117,6 +117,22 @@ def test_every_chart_is_drawn(page):
         assert inked[0] > 1500 and inked[1] > 5, (name, inked)
 
 
+def test_the_link_speed_below_which_a_codec_pays_follows_from_its_bytes_and_seconds(page):
+    for label in LABELS:
+        series = page.run("return data.series.find((series) => series.label === arguments[0])", label)
+        seconds = series["split"][1] + series["split"][3]
+        for pays, rival in zip(series["pays"], (1, 0.5)):
+            saved = max(0, rival * series["ratio"] - 1) * series["bytes"]
+            assert pays == pytest.approx(saved * 8e-9 / seconds), label
+    heads = page.run("return [...document.querySelectorAll('#headline thead th')].map((cell) => cell.textContent)")
+    column = [head.startswith("Pays below") for head in heads].index(True)
+    cells = page.run(
+        "return [...document.querySelectorAll('#headline tbody tr')].map((row) => row.children[arguments[0]].textContent)",
+        column,
+    )
+    assert cells[0] == "never / never" and all(float(cell.split(" / ")[0]) > 0 for cell in cells[1:])
+
+
 def test_charts_hold_the_means_of_all_series(page):
     runs = comparison()
     epochs = page.chart("epochs")
@@ -253,7 +269,7 @@ def test_the_first_table_has_the_results(page):
         ".map((row) => [...row.cells].map((cell) => cell.textContent))"
     )
     assert [row[0] for row in rows] == LABELS
-    assert rows[0][2] == "reference" and rows[0][4] == "1.00\u00d7" and rows[0][6] == "gather"
+    assert rows[0][2] == "reference" and rows[0][4] == "1.00\u00d7" and rows[0][7] == "gather"
     casq = dict(zip(LABELS, rows))["casq:bits=2"]
     assert (
         casq[1].startswith("90.9")
@@ -262,7 +278,7 @@ def test_the_first_table_has_the_results(page):
         and casq[3] == "2.08"
         and casq[4] == "15.4\u00d7"
     )
-    assert rows[4][6] == "scatter" and rows[4][9] == "2 of 3", "one run is unfinished"
+    assert rows[4][7] == "scatter" and rows[4][10] == "2 of 3", "one run is unfinished"
     assert "stopped after epoch 2" in page.text("#how")
     assert page.text("#how pre").startswith("gradwire compare --task fashion-mnist")
 

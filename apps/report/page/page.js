@@ -85,6 +85,7 @@ function secondsText(s) {
   return `${count(Math.floor(whole / 3600))}\u00a0h\u00a0${two(Math.floor(whole % 3600 / 60))}\u00a0min`;
 }
 const bitsText = (bits) => (known(bits) ? bits.toFixed(2) : NONE);
+const paysText = (gbps) => (gbps > 0 ? three(gbps) : "never");
 const ratioText = (ratio) => (known(ratio) ? `${three(ratio)}\u00d7` : NONE);
 const linkText = (gigabits) => (gigabits < 1 ? `${1000 * gigabits}\u00a0Mb/s` : `${gigabits}\u00a0Gb/s`);
 function errorText(error) {

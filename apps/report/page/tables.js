@@ -134,6 +134,7 @@ function writeHeadline() {
     {name: mixed ? "Test result" : `Test ${metric}`, note: "mean \u00b1 std. dev."},
     {name: "From fp32", note: isPercent(metric) && !mixed ? "points, paired" : "paired"},
     {name: "Bits", note: "per element"}, {name: "Ratio", note: "fp32 / sent"}, {name: "Sent", note: "per worker"},
+    {name: "Pays below", note: "Gb/s, fp32 / 16 bits"},
     {name: "Collective", text: true}, {name: "Skipped", note: "steps"}, {name: "Time", note: "wall clock"},
     {name: "Seeds", note: "finished"}
   ];
@@ -150,7 +151,7 @@ function writeHeadline() {
                    ` \u00b1 ${(unit(series.metric) * difference.deviation).toFixed(digits(series.metric))}` :
                    ""),
       any ? bitsText(series.bits) : NONE, any ? ratioText(series.ratio) : NONE, any ? bytesText(series.bytes) : NONE,
-      series.collective,
+      any ? series.pays.map(paysText).join(" / ") : NONE, series.collective,
       any ? (Number.isInteger(series.skipped) ? count(series.skipped) : series.skipped.toFixed(1)) : NONE,
       any ? secondsText(series.wall) : NONE,
       series.partial ? `0 of ${series.runs}` :
@@ -161,7 +162,8 @@ function writeHeadline() {
   byId("headline").replaceChildren(table("Every codec at the end of its training, means over seeds", columns, rows));
   const notes = [
     "\u00b1 is the sample standard deviation over seeds.",
-    "Ratio is the number of bytes that fp32 would send in as many steps divided by the bytes sent, everything counted."
+    "Ratio is the number of bytes that fp32 would send in as many steps divided by the bytes sent, everything counted.",
+    "Pays below is the speed of a link below which the bytes saved are worth the codec\u2019s own time, against fp32 and against a 16-bit cast that takes no time. Nothing overlaps in this figure; with overlap a codec pays on faster links too."
   ];
   if (data.series.some((series) => series.difference))
     notes.push("Differences from fp32 are taken seed by seed, then averaged.");
