@@ -111,6 +111,19 @@ std::vector<uint32_t> allocate_hash(std::span<const double> counts, std::span<co
   return buckets;
 }
 
+std::vector<uint32_t> balance_signs(std::vector<uint32_t> buckets, std::span<const double> counts,
+                                    std::span<const double> variances) {
+  for (size_t k = 0; k < buckets.size() / 2; ++k) {
+    const size_t mirror = buckets.size() - 1 - k;
+    const double here = counts[k] * std::sqrt(variances[k]), there = counts[mirror] * std::sqrt(variances[mirror]);
+    if (!(here + there > 0)) continue;
+    const uint32_t both = buckets[k] + buckets[mirror];
+    buckets[k] = static_cast<uint32_t>(std::lround(both * (here / (here + there))));
+    buckets[mirror] = both - buckets[k];
+  }
+  return buckets;
+}
+
 std::vector<uint32_t> allocate_paper(const Clusters& clusters, PaperRule rule, uint32_t total,
                                      std::span<const double> list) {
   const size_t n = clusters.centres.size();

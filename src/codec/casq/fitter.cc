@@ -50,10 +50,11 @@ class ClusterFitter final : public RefitFitter {
     const double seen = std::max(1.0, histogram.total());
     std::vector<double> counts = clusters.counts;
     for (double& count : counts) count *= 65536 / budget / seen;  // as many elements as 65536 buckets are for
-    const std::vector<uint32_t> shares = rule == "optimal"   ? allocate_hash(counts, clusters.variances, 65536)
-                                         : rule == "density" ? allocate_paper(clusters, PaperRule::density, 65536)
-                                         : rule == "entropy" ? allocate_paper(clusters, PaperRule::entropy, 65536)
-                                                             : allocate_paper(clusters, PaperRule::list, 65536, list);
+    const std::vector<uint32_t> shares =
+        rule == "optimal" ? balance_signs(allocate_hash(counts, clusters.variances, 65536), counts, clusters.variances)
+        : rule == "density" ? allocate_paper(clusters, PaperRule::density, 65536)
+        : rule == "entropy" ? allocate_paper(clusters, PaperRule::entropy, 65536)
+                            : allocate_paper(clusters, PaperRule::list, 65536, list);
     return words_of({clusters.thresholds, shares});
   }
 };
