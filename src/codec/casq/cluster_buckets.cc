@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How many hash buckets the clusters get: the optimum for a random hash, and the paper's rules. (Rank buckets need no
-// solver, see device/cluster_rules.h.)
+// solver, see cluster_rules.h.)
 #include <algorithm>
 #include <cmath>
 #include <string>

@@ -47,7 +47,7 @@ enum class ClusterMode { best, paper };
 // Everything in units of the rms, clusters from the most negative to the most positive.
 struct Clusters {
   std::vector<float> centres;
-  std::vector<float> thresholds;  // one fewer; device/cluster_rules.h says how they apply
+  std::vector<float> thresholds;  // one fewer; cluster_rules.h says how they apply
   std::vector<uint8_t> order;     // clusters by falling variance: the order in which buckets are given
   std::vector<double> counts, variances;
   std::vector<double> shares, entropies;  // as the paper's rules want them, each summing to 1 within a sign
