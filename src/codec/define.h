@@ -28,6 +28,7 @@ struct Parameter {
   std::string meaning;
   bool learning = false;  // says how the codec learns, not how a step is encoded: it is no part of a message
   std::string alone{};    // its value when one tensor is fitted by itself, at once; empty: the given one
+  std::string paper{};    // its default in mode=paper; empty: the same as otherwise
 
   std::string allowed() const;                            // in words
   std::string canonical(const std::string& value) const;  // throws Error{usage}

@@ -60,9 +60,14 @@ inline Parameter scale_parameter() {
 }
 inline uint32_t unit_of_scale(const Values& v) { return v.choice("scale") == "tensor" ? 0 : v.integer("bucket"); }
 
-// When learning codecs fit anew: after steps 1, 2, 4, 8, ... and then after every `refit` steps.
-inline Parameter refit_parameter(const std::string& fallback) {
-  return learning(integer("refit", fallback, 0, 1e9, "steps from fit to fit, more often at first; 0: never"), "1");
+// When learning codecs fit anew: after steps 1, 2, 4, 8, ... and then after every `refit` steps. `paper`: the default
+// in mode=paper, where that is another one.
+inline Parameter refit_parameter(const std::string& fallback, const std::string& paper = {}) {
+  const std::string other = paper.empty() ? "" : fmt::format("; {} by default in mode=paper", paper);
+  Parameter parameter =
+      learning(integer("refit", fallback, 0, 1e9, "steps from fit to fit, more often at first; 0: never" + other), "1");
+  parameter.paper = paper;
+  return parameter;
 }
 
 // The mantissa that the spec gives; 0: none.

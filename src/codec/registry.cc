@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <set>
 #include <stdexcept>
 
 #include "codec/define.h"
@@ -150,12 +151,16 @@ std::shared_ptr<const Codec::Impl> Codec::Impl::parse(std::string_view spec, boo
                             meant.empty() ? "" : fmt::format(" (did you mean {}?)", meant), fmt::join(names, ", ")),
                 "codec");
   }
+  std::set<std::string> given;
   Values values{parse_spec("codec", spec, def->parameters, [&](const Parameter& p) {
     if (wire && p.learning)
       throw Error(ErrorKind::usage,
                   fmt::format("{} of {} says how a sender learns and is no part of a message", p.name, def->name),
                   p.name);
+    given.insert(p.name);
   })};
+  for (const Parameter& p : def->parameters)
+    if (!p.paper.empty() && !given.contains(p.name) && values.choice("mode") == "paper") values.text[p.name] = p.paper;
   return std::make_shared<Impl>(*def, std::move(values), Table{});
 }
 

@@ -26,8 +26,9 @@ struct StepContext {
 class MessageCoder {
  public:
   MessageCoder(std::vector<TensorSpec> specs, const Device& device);
-  size_t message_bytes() const { return plan_.message_bytes(); }
-  // The same tensors with other codecs. This may also come between begin() and encode().
+  size_t message_bytes() const { return plan().message_bytes(); }
+  // The same tensors with other codecs. This may also come between begin() and encode(). Where codecs take turns from
+  // step to step, the runners of both are kept: making one allocates, and waits for the GPU.
   void recode(std::vector<TensorSpec> specs);
   void begin(const StepContext& context, Direction direction, float scale, std::span<const Shard> shards);
 
@@ -39,15 +40,23 @@ class MessageCoder {
               const Observe& observe = {}, bool ahead = false);
   void decode(ConstBytes message, std::span<void* const> shards, Write write, const Stamp& expected,
               HostStaging& staging);
-  void wait() { runner_->wait(); }  // throws what decoding found
-  void poll() { runner_->poll(); }  // the same for what has been found so far, without waiting
+  void wait();  // throws what decoding found, in this step or in the one before
+  void poll();  // the same for what has been found so far, without waiting
 
-  const Plan& plan() const { return plan_; }
+  const Plan& plan() const { return now_->plan; }
 
  private:
+  struct Coding {
+    Coding(std::vector<TensorSpec> specs, const Device& device)
+        : plan(std::move(specs)), runner(make_runner(plan, device)) {}
+    Plan plan;
+    std::unique_ptr<Runner> runner;  // it refers to the plan
+  };
+  Runner& runner() { return *now_->runner; }
+
   Device device_;
-  Plan plan_;
-  std::unique_ptr<Runner> runner_;
+  std::unique_ptr<Coding> now_, other_;  // other_: the one before, if the two take turns
+  std::vector<Codec> before_;            // the codecs before those of now_
   std::unique_ptr<ErrorFeedback::Pointers> residuals_;
 };
 

@@ -21,16 +21,15 @@ namespace {
 // A sample of 2^18 elements per step: small against a gradient, large against the few numbers that are learned from it.
 constexpr uint64_t kSampleBlocks = 256;
 
-// What a unit is for a sample: tiles stand for whole tensors.
-uint64_t sample_unit(const Codec& codec) {
-  const uint64_t unit = scheme_of(codec).unit;
-  return unit == 0 ? kTile : unit;
-}
+// A codec that scales a tensor, or a rank's shard of it, as a whole is fitted to values in units of that scale. Its
+// sample consists of blocks all over the tensor, and those of one tensor are one unit.
+bool whole_units(const Codec& codec) { return scheme_of(codec).unit == 0; }
 
 // What was seen of a run of units, or of the scales of a tensor. Statistics are made of all that a step showed at once,
 // in the order of (name, first), so that they do not depend on which tensors travelled together or on their receivers.
 struct Observed {
   uint64_t name, first;  // element of the tensor
+  uint64_t whole;        // the first element of the tensor's part that is encoded as a whole
   std::vector<float> values;
   std::vector<uint32_t> scales;
   std::vector<uint32_t> lengths;  // of units
@@ -62,7 +61,7 @@ struct Learner::State {
   // unit of several blocks, or a block of several units.
   void choose(const Plan& plan, std::span<const uint32_t> which, uint64_t step) {
     picks.clear();
-    const uint64_t unit = sample_unit(base), run = std::max<uint64_t>(unit, kBlock);
+    const uint64_t unit = whole_units(base) ? kBlock : scheme_of(base).unit, run = std::max<uint64_t>(unit, kBlock);
     const uint64_t wanted = std::max<uint64_t>(1, sample_blocks / (run / kBlock)),
                    stride = std::max<uint64_t>(1, div_up(div_up(elements, run), wanted));
     for (uint32_t tensor : which) {
@@ -70,7 +69,7 @@ struct Learner::State {
       const uint64_t name = name_of(spec), before = spec.first / run, skip = (mix64(name) + step + before) % stride;
       for (uint64_t at = skip == 0 ? 0 : stride - skip; at * run < spec.count; at += stride) {
         const uint64_t first = at * run, here = std::min(run, spec.count - first);
-        Observed one{name, spec.first + first, std::vector<float>(here), {}, {}};
+        Observed one{name, spec.first + first, spec.first, std::vector<float>(here), {}, {}};
         for (uint64_t part = 0; part < here; part += unit)
           one.lengths.push_back(static_cast<uint32_t>(std::min(unit, here - part)));
         for (uint64_t block = first / kBlock; block * kBlock < first + here; ++block) picks.push_back({tensor, block});
@@ -84,7 +83,8 @@ struct Learner::State {
       const TensorSpec& spec = plan.tensors()[tensor];
       const Scheme& scheme = scheme_of(spec.codec);
       if (!scheme.scale_words) continue;
-      Observed one{name_of(spec), spec.first, {}, std::vector<uint32_t>(unit_count(scheme, spec.count)), {}};
+      Observed one{
+          name_of(spec), spec.first, spec.first, {}, std::vector<uint32_t>(unit_count(scheme, spec.count)), {}};
       for (uint64_t unit = 0; unit < one.scales.size(); ++unit)
         one.lengths.push_back(static_cast<uint32_t>(std::min<uint64_t>(scheme.unit, spec.count - unit * scheme.unit)));
       coming.push_back(std::move(one));
@@ -97,10 +97,16 @@ struct Learner::State {
     });
     std::vector<float> values;
     std::vector<uint32_t> words, lengths;
+    const Observed* before = nullptr;
     for (const Observed& one : seen) {
       values.insert(values.end(), one.values.begin(), one.values.end());
       words.insert(words.end(), one.scales.begin(), one.scales.end());
-      lengths.insert(lengths.end(), one.lengths.begin(), one.lengths.end());
+      const bool more = before && before->name == one.name && before->whole == one.whole;
+      if (whole_units(base) && more)
+        lengths.back() += static_cast<uint32_t>(one.values.size());
+      else
+        lengths.insert(lengths.end(), one.lengths.begin(), one.lengths.end());
+      before = &one;
     }
     FitStats all{FitStats::kNone, std::vector<int64_t>(fitter->counts())};
     if (seen.empty()) return all;

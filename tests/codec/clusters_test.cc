@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "codec/casq/cluster_rules.h"
+#include "codec/casq/cluster_table.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -157,6 +158,29 @@ TEST(Clusters, TheStrongestClustersAreFilledFirst) {
   EXPECT_EQ(buckets, (std::vector<uint32_t>{10, 60, 0, 30}));
   EXPECT_EQ(allocate(1000), 540u);
   EXPECT_EQ(buckets, counts);
+}
+
+TEST(Clusters, TheOtherSignsOutliersComeToTheFront) {
+  const auto turned = [](std::vector<uint32_t> order) { return other_sign_first({{}, std::move(order)}).words; };
+  using Order = std::vector<uint32_t>;
+  EXPECT_EQ(turned({1, 0}), (Order{0, 1}));
+  EXPECT_EQ(turned({0, 1}), (Order{1, 0}));
+  EXPECT_EQ(turned({3, 0, 2, 1}), (Order{0, 3, 2, 1}));
+  EXPECT_EQ(turned({0, 3, 1, 2}), (Order{3, 0, 1, 2}));
+  EXPECT_EQ(turned({3, 2, 1, 0}), (Order{0, 3, 2, 1}));
+  EXPECT_EQ(turned({2, 7, 6, 1, 0, 3, 4, 5}), (Order{0, 2, 7, 6, 1, 3, 4, 5}));
+}
+
+TEST(Clusters, MirroredClustersShareTheirBucketsByCountAndDeviation) {
+  using Buckets = std::vector<uint32_t>;
+  const auto shared = [](Buckets buckets, std::vector<double> counts, std::vector<double> variances) {
+    return balance_signs(std::move(buckets), counts, variances);
+  };
+  EXPECT_EQ(shared({1000, 1, 1, 10}, {50, 100, 100, 50}, {4, 1, 1, 4}), (Buckets{505, 1, 1, 505}));
+  EXPECT_EQ(shared({10, 1, 1, 990}, {50, 100, 100, 150}, {4, 1, 1, 4}), (Buckets{250, 1, 1, 750}));
+  EXPECT_EQ(shared({10, 1, 1, 990}, {50, 100, 100, 50}, {1, 1, 1, 9}), (Buckets{250, 1, 1, 750}));
+  EXPECT_EQ(shared({10, 990}, {0, 50}, {0, 9}), (Buckets{0, 1000}));  // a sign without elements needs none
+  EXPECT_EQ(shared({300, 700}, {50, 50}, {0, 0}), (Buckets{300, 700}));
 }
 
 TEST(Clusters, TheSquaredNormSplitsInWhatIsSentAndWhatIsLeft) {

@@ -20,6 +20,7 @@ const std::vector<NamedTensor> kTensors{{"a", 70'003}, {"b", 5000}, {"c", 33}};
 const char* const kLearners[] = {"optquant:bits=3,refit=3",
                                  "optquant:bits=2,mode=biased,refit=2",
                                  "casq:bits=2,refit=3,start=2",
+                                 "casq:bits=1,refit=0",  // its tables take turns
                                  "casq:bits=1,mode=paper,refit=2",
                                  "casq:bits=2,mode=paper,counts=on,refit=2",
                                  "dqsgd:budget=3.5,min=2,steps=8",

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How many hash buckets the clusters get: the optimum for a random hash, and the paper's rules. (Rank buckets need no
-// solver, see device/cluster_rules.h.)
+// solver, see cluster_rules.h.)
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -107,6 +107,19 @@ std::vector<uint32_t> allocate_hash(std::span<const double> counts, std::span<co
     if (from == n || from == to || gain <= price * (1 + 1e-9)) break;
     ++buckets[to];
     --buckets[from];
+  }
+  return buckets;
+}
+
+std::vector<uint32_t> balance_signs(std::vector<uint32_t> buckets, std::span<const double> counts,
+                                    std::span<const double> variances) {
+  for (size_t k = 0; k < buckets.size() / 2; ++k) {
+    const size_t mirror = buckets.size() - 1 - k;
+    const double here = counts[k] * std::sqrt(variances[k]), there = counts[mirror] * std::sqrt(variances[mirror]);
+    if (!(here + there > 0)) continue;
+    const uint32_t both = buckets[k] + buckets[mirror];
+    buckets[k] = static_cast<uint32_t>(std::lround(both * (here / (here + there))));
+    buckets[mirror] = both - buckets[k];
   }
   return buckets;
 }

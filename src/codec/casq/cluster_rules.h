@@ -5,7 +5,8 @@
 //
 // Rank buckets: the j-th of the n elements of a cluster with m buckets uses bucket j * m / n, so that loads differ by
 // at most one. Unlike a hash this wastes nothing: the expected error of a cluster is variance * (n - m), linear in m,
-// and the best allocation is greedy. Hash buckets are the paper's: BKDR over the bytes of the element's index.
+// and the best allocation for one message is greedy. For what that means under error feedback see cluster_table.h. Hash
+// buckets are the paper's: BKDR over the bytes of the element's index.
 #pragma once
 
 #include <cstdint>

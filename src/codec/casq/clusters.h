@@ -47,7 +47,7 @@ enum class ClusterMode { best, paper };
 // Everything in units of the rms, clusters from the most negative to the most positive.
 struct Clusters {
   std::vector<float> centres;
-  std::vector<float> thresholds;  // one fewer; device/cluster_rules.h says how they apply
+  std::vector<float> thresholds;  // one fewer; cluster_rules.h says how they apply
   std::vector<uint8_t> order;     // clusters by falling variance: the order in which buckets are given
   std::vector<double> counts, variances;
   std::vector<double> shares, entropies;  // as the paper's rules want them, each summing to 1 within a sign
@@ -66,6 +66,11 @@ double rank_loss(double count, double buckets);
 // 1 - exp(-load) (1 + load) = mu / variance. The paper's rules give at least 10, or an equal part if there are too few:
 // entropy * centre * share, entropy * centre, or a list set by hand, scaled.
 std::vector<uint32_t> allocate_hash(std::span<const double> counts, std::span<const double> variances, uint32_t total);
+// The same buckets, but those of each pair of mirrored clusters shared by count * deviation. A message loses little by
+// this. With error feedback it matters: the optimum follows a small difference of the variances with nearly all
+// buckets, and the residual of the other sign grows until the next fit.
+std::vector<uint32_t> balance_signs(std::vector<uint32_t> buckets, std::span<const double> counts,
+                                    std::span<const double> variances);
 enum class PaperRule { density, entropy, list };
 std::vector<uint32_t> allocate_paper(const Clusters& clusters, PaperRule rule, uint32_t total,
                                      std::span<const double> list = {});
