@@ -57,7 +57,9 @@ test: build  ## the tests; ThreadSanitizer on the engine; half a minute of libFu
 	  echo "== ctest --preset $$preset"; ctest --preset $$preset -j $(JOBS) || failed+=" $$preset"; \
 	done; test -z "$$failed" || { echo "make test: failed in:$$failed"; exit 1; }
 
-test-long: build dev fuzz  ## tests labelled long, `make dev`, `make fuzz`
+test-long: build dev fuzz  ## tests labelled long, `make dev`, `make fuzz`, gRPC under ThreadSanitizer
+	@$(call compile,tsan,,--target server_rpc_test)
+	ctest --preset grpc -j $(JOBS)
 	ctest --preset long -j $(JOBS)
 
 bench: setup  ## the measurements of docs/measuring.md on this machine, appended to bench/results.csv

@@ -118,7 +118,7 @@ void bind_model(py::module_& module) {
           [](ModelCoder& m, uint64_t step, float loss_scale, double rate, bool exact) {
             m.begin(step, {loss_scale, rate, exact});
           },
-          py::arg("step"), py::kw_only(), py::arg("loss_scale") = 1.0f, py::arg("rate") = 0.0, py::arg("exact") = false,
+          py::arg("step"), py::kw_only(), py::arg("loss_scale") = 1.0f, py::arg("rate") = -1.0, py::arg("exact") = false,
           Unlocked())
       .def(
           "check_finite",

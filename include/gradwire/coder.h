@@ -46,7 +46,7 @@ struct CoderOptions {
 
 struct StepOptions {
   float loss_scale = 1.0f;
-  double rate = 0;     // the learning rate, for codecs that follow it
+  double rate = -1;    // the learning rate, for codecs that follow it; below 0: not given
   bool exact = false;  // warm-up: every tensor is sent as fp32, its residual included
 };
 

@@ -38,8 +38,9 @@ class Learner {
   Learner& operator=(Learner&&) noexcept;
 
   const Codec& base() const;
-  // What `step` is encoded with; fp32 while a codec warms up. `rate` is the learning rate, for codecs that follow it.
-  Codec codec(uint64_t step, double rate = 0) const;
+  // What `step` is encoded with; fp32 while a codec warms up. `rate` is the learning rate, for codecs that follow it;
+  // below 0: it is not given, which those codecs refuse.
+  Codec codec(uint64_t step, double rate = -1) const;
 
   bool observes(uint64_t step) const;  // statistics of this step are wanted
   bool ahead() const;                  // they are wanted before the step is encoded

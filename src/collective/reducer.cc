@@ -28,7 +28,7 @@ struct Request {
   std::vector<const void*> in = {};
   std::vector<void*> out = {};
   float loss_scale = 1;
-  double rate = 0;
+  double rate = -1;
   std::optional<std::vector<size_t>> in_sizes, out_sizes;  // in floats, where the caller gave spans
 };
 
@@ -194,7 +194,7 @@ struct Reducer::State {
   std::optional<ModelCore> model;
   std::optional<BucketTransfer> bucket;
   bool manual = false;
-  double rate = 0;
+  double rate = -1;
   uint64_t agreed = 0;
 };
 

@@ -24,7 +24,7 @@ const char* const kLearners[] = {"optquant:bits=3,refit=3",
                                  "casq:bits=1,mode=paper,refit=2",
                                  "casq:bits=2,mode=paper,counts=on,refit=2",
                                  "dqsgd:budget=3.5,min=2,steps=8",
-                                 "dqsgd:budget=3,mode=paper,steps=8",
+                                 "dqsgd:budget=3,mode=paper,steps=8,fall=50",
                                  "rangefloat:bits=6,refit=2",
                                  "fft:theta=0.8,refit=2",
                                  "fft:schedule=step,until=3",
@@ -224,7 +224,7 @@ TEST(Learning, TheBudgetOfDqsgdHolds) {
     int least = 99, most = 0;
     run_loopback(2, [&](Engine& engine) {
       Reducer reducer(engine, kTensors,
-                      {.method = Method::gather, .up = std::string("dqsgd:budget=4,steps=60,mode=") + mode});
+                      {.method = Method::gather, .up = std::string("dqsgd:budget=4,steps=60,fall=100,mode=") + mode});
       for (uint64_t step = 0; step < steps; ++step) {
         TensorValues in = gradients(kTensors, engine.rank(), step), out(kTensors);
         const float scale = std::exp(-0.08f * static_cast<float>(step));
@@ -257,6 +257,13 @@ TEST(Learning, ThetaFollowsItsSchedule) {
     EXPECT_NEAR(static_cast<double>(rate.codec(0, eta).bytes(1 << 20)), static_cast<double>(same.bytes(1 << 20)),
                 same.bytes(1 << 20) * 0.001)
         << eta;
+    EXPECT_NE(rate.plan().find(2 * eta <= 0.25 ? "holds" : "says nothing"), std::string::npos) << rate.plan();
+  }
+  try {
+    rate.codec(0);
+    ADD_FAILURE() << "a schedule that follows the learning rate goes on without one";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.field(), "rate");
   }
 }
 

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # The parameter server on a real network and in real processes; included by CMakeLists.txt, after `pytest` is set where
-# there is one. gRPC is not made for ThreadSanitizer: the same hub and client are tested without it in server_test.
+# there is one. The label `grpc` is for the tsan tree: `make test-long` builds and runs this test there. `make test`
+# does not, as the same hub and client are tested without a network in server_test.
 if(TARGET gradwire_rpc)
-  gradwire_test(server/server_rpc_test LINK gradwire_rpc TIMEOUT 900)
+  gradwire_test(server/server_rpc_test LINK gradwire_rpc TIMEOUT 900 LABELS grpc)
+  if(GRADWIRE_SANITIZE MATCHES thread)
+    set_tests_properties(server_rpc_test PROPERTIES TIMEOUT 3600
+      ENVIRONMENT TSAN_OPTIONS=suppressions=${CMAKE_CURRENT_SOURCE_DIR}/server/tsan_grpc.supp)
+  endif()
   if(DEFINED pytest)
     gradwire_script(server_hostile_test server/test_server_hostile.py ${pytest}/server_hostile)
     gradwire_script(server_soak_test server/test_server_soak.py ${pytest}/server_soak)

@@ -22,7 +22,7 @@ class Hook(ABC):
 
     step: int
     codec: str
-    _rate = 0.0
+    _rate = -1.0  # below 0: not given
     _loss_scale: float | None = None
 
     def set_rate(self, rate: float) -> None:

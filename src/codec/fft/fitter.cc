@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "codec/fft/fitter.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -10,6 +12,7 @@
 #include "codec/fft/kernels.h"
 #include "codec/rangefloat/fitter.h"
 #include "core/float_mode.h"
+#include "gradwire/error.h"
 
 namespace gradwire {
 namespace {
@@ -22,12 +25,25 @@ class FrequencyFitter final : public MantissaFitter {
     double theta = number_of(base_, "theta");
     const std::string schedule = base_.get("schedule");
     if (schedule == "step" && step >= static_cast<uint64_t>(number_of(base_, "until"))) theta = 0;
-    if (schedule == "rate") theta = std::min(theta, std::sqrt(std::max(0.0, number_of(base_, "smooth") * rate)));
+    if (schedule == "rate") {
+      if (!(rate >= 0))
+        throw Error(ErrorKind::usage,
+                    fmt::format("{} follows the learning rate, and none was given (set_rate)", base_.str()), "rate");
+      rate_ = rate;
+      theta = std::min(theta, std::sqrt(number_of(base_, "smooth") * rate));
+    }
     if (theta == number_of(base_, "theta") && table_.empty()) return base_;
     const uint64_t bits = std::bit_cast<uint64_t>(theta);
     const uint32_t mantissa = table_.empty() ? scheme_of(base_).steps : table_[0];
     return base_.fitted(
         std::vector<uint32_t>{mantissa, static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)});
+  }
+  // The theorem is for L eta <= 1/4, and so for theta <= 1/2.
+  std::string plan() const override {
+    if (base_.get("schedule") != "rate" || rate_ < 0) return {};
+    const double product = number_of(base_, "smooth") * rate_;
+    return fmt::format("theta^2 = L eta = {:.3g}; the theorem of the paper needs at most 0.25, so it {}", product,
+                       product <= 0.25 ? "holds" : "says nothing about this rate");
   }
   void learn(uint64_t, const FitStats& pooled) override {
     if (pooled.exponent != FitStats::kNone) table_ = table_of(pooled);
@@ -39,6 +55,8 @@ class FrequencyFitter final : public MantissaFitter {
   }
 
  private:
+  mutable double rate_ = -1;  // of the last step; for plan() only
+
   // The parts that would be sent, as the codec's own transform makes them: relative to the largest of their unit.
   void add(MagnitudeHistogram& histogram, std::span<const WeightedSample::Unit> units) const override {
     const FloatMode mode;
