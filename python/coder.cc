@@ -118,8 +118,8 @@ void bind_model(py::module_& module) {
           [](ModelCoder& m, uint64_t step, float loss_scale, double rate, bool exact) {
             m.begin(step, {loss_scale, rate, exact});
           },
-          py::arg("step"), py::kw_only(), py::arg("loss_scale") = 1.0f, py::arg("rate") = -1.0, py::arg("exact") = false,
-          Unlocked())
+          py::arg("step"), py::kw_only(), py::arg("loss_scale") = 1.0f, py::arg("rate") = -1.0,
+          py::arg("exact") = false, Unlocked())
       .def(
           "check_finite",
           [](ModelCoder& m, Address values, size_t count) {

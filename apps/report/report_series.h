@@ -59,8 +59,8 @@ struct Series {
   std::optional<Statistic> difference;  // over seeds in common
   double bits = 0, bytes = 0, skipped = 0;
   double ratio = 0;  // fp32 bytes / bytes sent, mean over runs
-  // Gb/s of a link below which the bytes that the codec saves are worth its time: against fp32, and against a cast to 16
-  // bits that takes no time. Encoding, decoding and sending do not overlap. 0: never.
+  // Gb/s of a link below which the bytes that the codec saves are worth its time: against fp32, and against a cast to
+  // 16 bits that takes no time. Encoding, decoding and sending do not overlap. 0: never.
   double pays_fp32 = 0, pays_half = 0;
   RunSeconds seconds;
   ComputeTime compute;

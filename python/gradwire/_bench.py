@@ -260,6 +260,6 @@ def _page(rows: List[Dict[str, Any]]) -> None:
         "\nratio: fp32 bytes / bytes of the frame. error: squared relative error, |x - y|^2 / |x|^2."
         "\nencode, decode, copy: GB of float32 tensor per second."
         "\n/copy: the speed divided by that of a plain copy of the tensor, by one thread or by the GPU."
-        "\npays/fp32, pays/bf16: Gb/s of a link below which the codec is faster than fp32 or a bf16 cast, by these rates,"
-        "\nin an all-reduce of --world ranks that does not overlap with anything; error feedback is not counted."
+        "\npays/fp32, pays/bf16: Gb/s of a link below which the codec is faster than fp32 or a bf16 cast, by these"
+        "\nrates, in an all-reduce of --world ranks that does not overlap with anything; error feedback is not counted."
     )

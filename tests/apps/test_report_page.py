@@ -127,7 +127,8 @@ def test_the_link_speed_below_which_a_codec_pays_follows_from_its_bytes_and_seco
     heads = page.run("return [...document.querySelectorAll('#headline thead th')].map((cell) => cell.textContent)")
     column = [head.startswith("Pays below") for head in heads].index(True)
     cells = page.run(
-        "return [...document.querySelectorAll('#headline tbody tr')].map((row) => row.children[arguments[0]].textContent)",
+        "return [...document.querySelectorAll('#headline tbody tr')]"
+        ".map((row) => row.children[arguments[0]].textContent)",
         column,
     )
     assert cells[0] == "never / never" and all(float(cell.split(" / ")[0]) > 0 for cell in cells[1:])
