@@ -104,13 +104,13 @@ TEST(OptQuant, WhatIsSentHasTheErrorThatTheFitPredicts) {
       const Codec codec = fit(Codec::parse(spec), x.data(), x.size(), DType::f32);
       std::vector<float> v;
       for (uint32_t word : codec.table()) v.push_back(bits_float(word));
-      std::vector<double> r, weight;
+      std::vector<double> t, weight;
       double norm = 0;
       for (size_t b = 0; b < x.size(); b += 1024) {
         double top = 0;
         for (size_t i = b; i < b + 1024; ++i) top = std::max<double>(top, std::fabs(x[i]));
         for (size_t i = b; i < b + 1024; ++i) {
-          r.push_back(std::fabs(x[i]) / top);
+          t.push_back(x[i] / top);
           weight.push_back(top * top);
           norm += static_cast<double>(x[i]) * x[i];
         }
@@ -119,7 +119,7 @@ TEST(OptQuant, WhatIsSentHasTheErrorThatTheFitPredicts) {
       const LevelRule rule{biased, biased ? std::stod(codec.get("kappa")) : 0, 1};
       double total = 0;
       for (double w : weight) total += w;
-      const double predicted = level_error(v, r, weight, rule) * total / norm,
+      const double predicted = level_error(v, t, weight, rule) * total / norm,
                    sent = relative_error(x, through(codec, x));
       EXPECT_NEAR(sent, predicted, 0.02 * predicted) << spec;
     }
