@@ -358,38 +358,6 @@ TEST(RangeFloat, TheFittedMantissaIsTheBest) {
     }
 }
 
-// --- grids -----------------------------------------------------------------------------------------------------------
-
-TEST(LogGrid, ContractsAsDerived) {
-  // sup |u - Q|^2 / |u|^2 = (d-1) / (4^(k+1) + d - 1): one entry of 1, the others just below 2^-(k+1).
-  for (const auto& [k, expected] : {std::pair{0, 0.9612}, std::pair{2, 0.6074}}) {
-    std::vector<float> u(100, std::nextafter(std::ldexp(1.0f, -(k + 1)), 0.0f));
-    u[0] = 1;
-    const Codec codec = Codec::parse("loggrid:k=" + std::to_string(k));
-    EXPECT_NEAR(relative_error(u, through(codec, u)), expected, 1e-4) << k;
-    for (uint32_t seed = 0; seed < 20; ++seed) {
-      const std::vector<float> x = laplace(100, seed);
-      EXPECT_LE(relative_error(x, through(codec, x)), expected) << k;
-    }
-  }
-}
-
-TEST(UniGrid, IsWithinHalfAStepOfTheRange) {
-  const std::vector<float> x = gauss(5000);
-  for (int bits : {2, 4, 8, 12, 16})
-    for (const char* range : {"0", "0.03"}) {
-      const Codec codec = Codec::parse("unigrid:bits=" + std::to_string(bits) + ",scale=tensor,range=" + range);
-      const std::vector<float> y = through(codec, x);
-      double limit = std::stod(range);
-      if (limit == 0)
-        for (float v : x) limit = std::max<double>(limit, std::fabs(v));
-      const double step = limit / (std::ldexp(1.0, bits - 1) - 1);
-      for (size_t i = 0; i < x.size(); ++i)
-        ASSERT_LE(std::fabs(y[i] - std::clamp<double>(x[i], -limit, limit)), step * (0.5 + 1.0 / 256) + 1e-6 * limit)
-            << codec.str();
-    }
-}
-
 // --- fft -------------------------------------------------------------------------------------------------------------
 
 TEST(Fft, TheMessageHasItsHonestSize) {
