@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Uniform levels with up to 16 bits, clipped at the norm. Rounded at random, as in uniform-inl.h, but on a grid of 2^-8
-// of a level, which is what the 24 bits of a float leave beside 15 bits of level: the chance of rounding up is off by at
-// most 2^-9. Rounded to nearest, the code is the one whose value is nearest. What a body is: codec/body.h. Included by
-// bodies.def, so it has no include guard.
+// Uniform levels with up to 16 bits, clipped at the norm. Rounded at random, as in uniform-inl.h, but on a grid of
+// 2^-8 of a level, which is what the 24 bits of a float leave beside 15 bits of level: the chance of rounding up is off
+// by at most 2^-9. Rounded to nearest, the code is the one whose value is nearest. What a body is: codec/body.h.
+// Included by bodies.def, so it has no include guard.
 
 template <bool kNearest>
 struct WideBody : NormScale {

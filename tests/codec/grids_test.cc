@@ -28,9 +28,9 @@ double contraction(int k, const std::vector<float>& u) {
   return lost / size;
 }
 
-// With the largest entry at 1, an entry v that is off by e(v) adds e^2 to the numerator and v^2 to the denominator. For a
-// given value s of the quotient every entry should maximise e^2 - s v^2, which is convex between a level and a middle of
-// two levels: so all entries lie at one and the same middle. Below the least level that is e = v = 2^-(k+1); between
+// With the largest entry at 1, an entry v that is off by e(v) adds e^2 to the numerator and v^2 to the denominator. For
+// a given value s of the quotient every entry should maximise e^2 - s v^2, which is convex between a level and a middle
+// of two levels: so all entries lie at one and the same middle. Below the least level that is e = v = 2^-(k+1); between
 // 2^-(j+1) and 2^-j it is v = 3 e, e = 2^-(j+2), which is worst for j = 0.
 double contraction_bound(int k, size_t d) {
   const auto others = static_cast<double>(d - 1);

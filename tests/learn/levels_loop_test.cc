@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// optquant in a closed loop: two ranks, more than a thousand steps, levels that are fitted anew on the way, and gradients
-// whose zeros come and go and whose two signs change places. What is sent must stay unbiased, and its error close to that
-// of an oracle which fits its levels to every step's own gradients. Two rivals have to miss the same bound: qsgd with as
-// many bits, and symmetric levels, even if they are the best ones at every step.
+// optquant in a closed loop: two ranks, more than a thousand steps, levels that are fitted anew on the way, and
+// gradients whose zeros come and go and whose two signs change places. What is sent must stay unbiased, and its error
+// close to that of an oracle which fits its levels to every step's own gradients. Two rivals have to miss the same
+// bound: qsgd with as many bits, and symmetric levels, even if they are the best ones at every step.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
@@ -61,13 +62,13 @@ LoopResult loop(const std::string& spec, uint64_t seed) {
     Reducer reducer(engine, tensors, {.method = Method::gather, .up = spec, .seed = seed});
     TensorValues in(tensors), out(tensors);
     for (uint64_t step = 0; step < kSteps; ++step) {
-      std::vector<float> levels;
-      const std::vector<Codec> codecs = reducer.codecs(Direction::up);
-      for (uint32_t word : codecs[0].table()) levels.push_back(bits_float(word));
       const std::vector<float> own = drifting(engine.rank(), step, seed);
       in.fill([&](size_t, uint64_t i) { return own[i]; });
       reducer.run(step, in.in(), out.out());
       if (engine.rank() != 0) continue;
+      std::vector<float> levels;
+      const std::vector<Codec> codecs = reducer.codecs(Direction::up);
+      for (uint32_t word : codecs[0].table()) levels.push_back(bits_float(word));
       result.levels.push_back(levels);
       const std::vector<float> other = drifting(1, step, seed);
       double norms[kRanks] = {};
@@ -169,6 +170,29 @@ TEST(LevelsLoop, WorkersFollowTheWorldUnlessGiven) {
   EXPECT_EQ(learned_levels(spec + ",workers=4", 2), learned_levels(spec + ",workers=4", 1));
   EXPECT_NE(learned_levels(spec, 4), learned_levels(spec, 1));
   EXPECT_EQ(learned_levels(spec, 1), learned_levels(spec + ",workers=1", 4));
+}
+
+// A state that was saved when `workers` was 1 by default is found under the name that it then had.
+TEST(LevelsLoop, AStateOfTheFormerDefaultIsRestored) {
+  const std::vector<NamedTensor> tensors{{"w", kElements}};
+  run_loopback(1, [&](Engine& engine) {
+    const ReduceOptions options{.method = Method::gather, .up = "optquant:bits=3"};
+    Reducer first(engine, tensors, options), second(engine, tensors, options);
+    TensorValues in(tensors), out(tensors);
+    const std::vector<float> x = drifting(0, 3, 9);
+    in.fill([&](size_t, uint64_t i) { return x[i]; });
+    for (uint64_t step = 0; step < 4; ++step) first.run(step, in.in(), out.out());
+    ASSERT_EQ(first.feedback().extras().size(), 1u);
+    auto [name, state] = *first.feedback().extras().begin();
+    const size_t at = name.find("workers=0");
+    ASSERT_NE(at, std::string::npos) << name;
+    ErrorFeedback former;
+    former.set_extra(name.replace(at, 9, "workers=1"), state);
+    second.feedback() = former;
+    for (Reducer* one : {&first, &second}) one->run(4, in.in(), out.out());
+    EXPECT_FALSE(second.codecs(Direction::up)[0].table().empty());
+    EXPECT_TRUE(std::ranges::equal(second.codecs(Direction::up)[0].table(), first.codecs(Direction::up)[0].table()));
+  });
 }
 
 }  // namespace

@@ -13,8 +13,8 @@
 namespace gradwire {
 
 struct LevelHistogram {
-  // Each sign has 512 even bins to each octave of g = 1/16 + |t| 15/16, which runs from 2^-4 to 1: 1.3e-4 wide at 0, 1e-3
-  // at 1. So mass near 0 is resolved, and the bits of g, read as an integer, are the bin and the position in it.
+  // Each sign has 512 even bins to each octave of g = 1/16 + |t| 15/16, which runs from 2^-4 to 1: 1.3e-4 wide at 0,
+  // 1e-3 at 1. So mass near 0 is resolved, and the bits of g, read as an integer, are the bin and the position in it.
   static constexpr int kSide = 2048;       // bins of one sign
   static constexpr int kBins = 2 * kSide;  // ascending from -1 to 1; edge(kSide) is 0
   static constexpr int kPositions = 256;   // a position is 0..256: both ends of a bin are exact
@@ -34,8 +34,8 @@ struct LevelHistogram {
   }
   static double edge(int i);  // 0 <= i <= kBins
 
-  // [2 bin]: the sum of the weights; [2 bin + 1]: the sum of weight * position; the last: the weight of the zeros, which
-  // are in no bin. Histograms are pooled by adding these.
+  // [2 bin]: the sum of the weights; [2 bin + 1]: the sum of weight * position; the last: the weight of the zeros,
+  // which are in no bin. Histograms are pooled by adding these.
   std::vector<int64_t> counts = std::vector<int64_t>(kCounts);
 
   // One bucket of finite values, its largest magnitude (> 0) and the weight of each of its values. The weights of all
