@@ -9,6 +9,7 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <utility>
 
 #include "codec/level_reference.h"
 #include "codec/optquant/levels.h"
@@ -183,12 +184,13 @@ TEST(LevelsLoop, AStateOfTheFormerDefaultIsRestored) {
     in.fill([&](size_t, uint64_t i) { return x[i]; });
     for (uint64_t step = 0; step < 4; ++step) first.run(step, in.in(), out.out());
     ASSERT_EQ(first.feedback().extras().size(), 1u);
-    auto [name, state] = *first.feedback().extras().begin();
+    std::string name = first.feedback().extras().begin()->first;
+    const std::vector<std::byte> state = first.feedback().extras().begin()->second;
     const size_t at = name.find("workers=0");
     ASSERT_NE(at, std::string::npos) << name;
     ErrorFeedback former;
     former.set_extra(name.replace(at, 9, "workers=1"), state);
-    second.feedback() = former;
+    second.feedback() = std::move(former);
     for (Reducer* one : {&first, &second}) one->run(4, in.in(), out.out());
     EXPECT_FALSE(second.codecs(Direction::up)[0].table().empty());
     EXPECT_TRUE(std::ranges::equal(second.codecs(Direction::up)[0].table(), first.codecs(Direction::up)[0].table()));
