@@ -19,22 +19,24 @@ struct WideBody : NormScale {
     return L::template shr<8>(L::add_u(L::add_u(y, L::template shr<8>(rnd)), L::set_u(p.top << 8)));
   }
 
-  // A product with the scale is off by up to 2^-8 of a level at 16 bits, and so are the values of codes. The level that
-  // it rounds to may therefore not be the nearest. Differences of neighbouring floats are exact, so what the level and
-  // the next one on the other side of x decode to decides. Nothing here knows a sign: Q(-x) is -Q(x).
+  // Both a product with the scale and the values of codes are rounded, which at 16 bits is up to 2^-8 of a level. The
+  // level that a product rounds to is therefore corrected by how far off its value is, a difference that is exact. Up
+  // to 8 bits one more product is precise enough. Beyond, the next level on the other side of x is tried. Nothing here
+  // knows a sign: Q(-x) is -Q(x).
   template <class L, bool kTiny>
   static GW_BODY typename L::U nearest(typename L::F x, const UnitParams& p) {
     using F = typename L::F;
     const F large = L::set(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
     F y = x;
     if constexpr (kTiny) y = L::mul(y, L::set(p.pre));
-    const F level = L::sub(L::add(L::mul(y, L::set(p.scale)), large), large);
+    const F rounded = L::add(L::mul(y, L::set(p.scale)), large), level = L::sub(rounded, large);
     const F off = L::sub(x, L::mul(level, L::set(p.a)));
-    const F towards =
-        L::from_bits(L::or_u(L::and_u(L::bits(off), L::set_u(0x80000000u)), L::set_u(0x3f800000u)));  // 1 or -1
-    const F most = L::set(static_cast<float>(p.top));
-    const F next = L::min(L::max(L::add(level, towards), L::sub(L::set(0.0f), most)), most);
-    const F next_off = L::sub(x, L::mul(next, L::set(p.a)));
+    if (p.top <= 127) {
+      const F correction = L::add(L::mul(off, L::set(p.b)), large);
+      return L::add_u(L::add_u(L::bits(rounded), L::bits(correction)), L::set_u(p.top - 2 * 0x4b400000u));
+    }
+    const F towards = L::from_bits(L::or_u(L::and_u(L::bits(off), L::set_u(0x80000000u)), L::set_u(p.base)));
+    const F next = L::add(level, towards), next_off = L::sub(x, L::mul(next, L::set(p.a)));
     const F best = L::select(L::less(magnitude<L>(next_off), magnitude<L>(off)), next, level);
     return L::add_u(L::bits(L::add(best, large)), L::set_u(p.top - 0x4b400000u));
   }
@@ -62,6 +64,10 @@ struct WideBody : NormScale {
     if (scales[0] == kMarker || p.a == 0.0f) return p;  // scale 0: a marked unit is encoded as zeros
     p.limit = p.a;
     scale_to_levels(p.limit, static_cast<float>(p.top), kNearest ? 1.0f : 256.0f, p);
+    // Of a lifted unit the values may be so close to the smallest floats that a correction would lead beyond the codes.
+    const bool lifted = p.pre != 1.0f;
+    p.b = lifted ? 0.0f : p.scale;
+    p.base = lifted ? 0 : float_bits(1.0f);
     return p;
   }
 };
