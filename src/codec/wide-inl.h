@@ -30,13 +30,13 @@ struct WideBody : NormScale {
     F y = x;
     if constexpr (kTiny) y = L::mul(y, L::set(p.pre));
     const F rounded = L::add(L::mul(y, L::set(p.scale)), large), level = L::sub(rounded, large);
-    const F off = L::sub(x, L::mul(level, L::set(p.a)));
+    const F value = L::from_bits(L::set_u(p.base)), off = L::sub(x, L::mul(level, value));
     if (p.top <= 127) {
       const F correction = L::add(L::mul(off, L::set(p.b)), large);
       return L::add_u(L::add_u(L::bits(rounded), L::bits(correction)), L::set_u(p.top - 2 * 0x4b400000u));
     }
-    const F towards = L::from_bits(L::or_u(L::and_u(L::bits(off), L::set_u(0x80000000u)), L::set_u(p.base)));
-    const F next = L::add(level, towards), next_off = L::sub(x, L::mul(next, L::set(p.a)));
+    const F towards = L::from_bits(L::or_u(L::and_u(L::bits(off), L::set_u(0x80000000u)), L::set_u(0x3f800000u)));
+    const F next = L::add(level, towards), next_off = L::sub(x, L::mul(next, value));
     const F best = L::select(L::less(magnitude<L>(next_off), magnitude<L>(off)), next, level);
     return L::add_u(L::bits(L::add(best, large)), L::set_u(p.top - 0x4b400000u));
   }
@@ -64,10 +64,12 @@ struct WideBody : NormScale {
     if (scales[0] == kMarker || p.a == 0.0f) return p;  // scale 0: a marked unit is encoded as zeros
     p.limit = p.a;
     scale_to_levels(p.limit, static_cast<float>(p.top), kNearest ? 1.0f : 256.0f, p);
-    // Of a lifted unit the values may be so close to the smallest floats that a correction would lead beyond the codes.
-    const bool lifted = p.pre != 1.0f;
-    p.b = lifted ? 0.0f : p.scale;
-    p.base = lifted ? 0 : float_bits(1.0f);
+    // For the correction: the value of a level, and back. Both stay 0 in a unit that is marked. So they do in a lifted
+    // unit, whose values may come lifted already, and where a step may be a few of the smallest floats.
+    if (p.pre == 1.0f) {
+      p.base = float_bits(p.a);
+      p.b = p.scale;
+    }
     return p;
   }
 };
