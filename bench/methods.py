@@ -50,19 +50,18 @@ def measure(program, codec, path, x):
         )
 
 
-def unbiased_error(levels, r, weight):
-    """Exactly what random rounding between neighbouring levels costs, for magnitudes r."""
+def unbiased_error(levels, t, weight):
+    """Exactly what random rounding between neighbouring levels costs, for values t in [-1, 1]."""
     levels = np.asarray(levels, dtype=np.float64)
-    high = np.clip(np.searchsorted(levels, r, side="left"), 1, len(levels) - 1)
-    return float(np.sum(weight * (levels[high] - r) * (r - levels[high - 1])))
+    high = np.clip(np.searchsorted(levels, t, side="left"), 1, len(levels) - 1)
+    return float(np.sum(weight * (levels[high] - t) * (t - levels[high - 1])))
 
 
-def best_unbiased(r, weight, bits):
-    """The least cost of any symmetric set of 2^bits levels without zero, or 2^bits - 1 with it. Levels may be taken from the values (a cost is concave
-    between them), so this is a dynamic programme over the sorted values; its cost is Monge, hence divide and conquer."""
-    order = np.argsort(r)
-    x, w = np.concatenate([[0.0], r[order]]), np.concatenate([[0.0], weight[order]])
-    x[-1] = 1.0
+def best_unbiased(t, weight, most_bits):
+    """The least cost of any 2^bits levels from -1 to 1, for every width up to most_bits. Levels may be taken from the values (a cost is linear between
+    them), so this is a dynamic programme over the sorted values; its cost is Monge, hence divide and conquer."""
+    x, where = np.unique(np.concatenate([[-1.0, 1.0], t]), return_inverse=True)
+    w = np.bincount(where, weights=np.concatenate([[0.0, 0.0], weight]))
     s0, s1, s2 = np.cumsum(w), np.cumsum(w * x), np.cumsum(w * x * x)
     n = len(x)
 
@@ -85,17 +84,14 @@ def best_unbiased(r, weight, bits):
             stack += [(low, middle - 1, first, i[at]), (middle + 1, high, i[at], last)]
         return after
 
-    half = 2 ** (bits - 1)
-    with_zero = np.full(n, np.inf)
-    with_zero[0] = 0
-    without = x * x * s0 - s2  # the cell between -l and l
-    best = []
-    for start, more in (with_zero, half - 1), (without, half - 1):
-        cost = start
-        for _ in range(more):
-            cost = layer(cost)
-        best.append(cost[-1])
-    return min(best)
+    cost = np.full(n, np.inf)
+    cost[0] = 0
+    best = {}
+    for cells in range(1, 2**most_bits):
+        cost = layer(cost)
+        if (cells + 1) & cells == 0:
+            best[(cells + 1).bit_length() - 1] = cost[-1]
+    return best
 
 
 def main():
@@ -121,15 +117,16 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             part = f"{folder}/part.npy"
             np.save(part, x[-count:].astype(np.float32))
-            buckets = np.abs(x[-count:].astype(np.float32).astype(np.float64)).reshape(-1, 1024)
-            top = buckets.max(axis=1, keepdims=True)
+            buckets = x[-count:].astype(np.float32).astype(np.float64).reshape(-1, 1024)
+            top = np.abs(buckets).max(axis=1, keepdims=True)
             keep = top[:, 0] > 0
-            r = (buckets[keep] / top[keep]).ravel()
+            t = (buckets[keep] / top[keep]).ravel()
             weight = np.broadcast_to(top[keep] ** 2, buckets[keep].shape).ravel()
+            best = best_unbiased(t, weight, 4)
             for bits in 2, 3, 4:
                 table = measure(arguments.gradwire, f"optquant:bits={bits}", part, x[-count:])[2]
                 levels = np.array(table, dtype=np.uint32).view(np.float32)
-                row[f"optquant{bits}_over_best"] = unbiased_error(levels, r, weight) / best_unbiased(r, weight, bits)
+                row[f"optquant{bits}_over_best"] = unbiased_error(levels, t, weight) / best[bits]
         print(json.dumps(row))
 
 

@@ -219,7 +219,7 @@ def methods_rows(program, machine):
         bound = "of |x|^2; the bound is the lesser of qsgd:bits=3 and terngrad"
         metrics = [Metric("casq2_bits", "bit", "<= 3.03"), Metric("casq2_error", "1", f"<= {best:.6g}", bound)]
         metrics += [
-            Metric(f"optquant{bits}_over_best", "1", "<= 1.005", "best symmetric levels for the raw values")
+            Metric(f"optquant{bits}_over_best", "1", "<= 1.005", "best levels of any shape for the raw values")
             for bits in (2, 3, 4)
         ]
         taken = {metric.name for metric in metrics}

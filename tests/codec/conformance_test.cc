@@ -85,6 +85,9 @@ std::vector<Codec> specs() {
   add(Codec::parse("optquant:bits=4,mode=biased,kappa=0.25")
           .fitted(
               words({-0.9f, -0.6f, -0.4f, -0.3f, -0.2f, -0.1f, -0.05f, 0, 0.05f, 0.1f, 0.2f, 0.3f, 0.4f, 0.6f, 0.9f})));
+  add(Codec::parse("optquant:bits=2").fitted(words({-1, 0, 0.2f, 1})));
+  add(Codec::parse("optquant:bits=3").fitted(words({-1, -0.01f, 0, 0.05f, 0.1f, 0.2f, 0.4f, 1})));
+  add(Codec::parse("optquant:bits=2,mode=biased").fitted(words({0.01f, 0.1f, 0.3f, 0.8f})));
   add(Codec::parse("dqsgd").fitted(std::vector<uint32_t>{0}));
   add(Codec::parse("dqsgd").fitted(std::vector<uint32_t>{11}));
   add(Codec::parse("rangefloat").fitted(std::vector<uint32_t>{6}));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The level solver against slower ways to the same answer: brute force over all sets of edges on a few bins, an exact
-// programme over the sorted raw points on data, closed forms of the rounding rule, and numbers found independently.
-// Data are buckets of 1024 divided by their largest magnitude and weighted by its square, as the codec does it.
+// The level solver against slower ways to the same answer: brute force over all sets of edges on a few bins, closed
+// forms of the rounding rule, and numbers found independently. level_optimum_test.cc compares it with the best levels
+// for raw values.
 #include "codec/optquant/levels.h"
 
 #include <gtest/gtest.h>
@@ -11,198 +11,78 @@
 #include <cmath>
 #include <cstdio>
 #include <functional>
-#include <numeric>
 #include <random>
 #include <string>
 
+#include "codec/level_reference.h"
+#include "codec/optquant/level_programme.h"
 #include "gradwire/error.h"
 
-namespace gradwire {
+namespace gradwire::test {
 namespace {
 
 const LevelRule kUnbiased{};
 const LevelRule kNearestRule{.biased = true, .kappa = 0.5, .workers = 1};
 
-struct LevelSample {
-  std::vector<std::vector<float>> buckets;
-  std::vector<double> r, weight;  // sorted by r
-  LevelHistogram histogram;
-};
-
-LevelSample sample(const std::string& kind, int buckets, uint64_t seed = 1) {
-  std::mt19937_64 random(seed);
-  std::normal_distribution<double> normal;
-  std::student_t_distribution<double> student(3);
-  std::exponential_distribution<double> exponential;
-  auto draw = [&]() -> double {
-    double sign = random() & 1 ? 1 : -1;
-    if (kind == "gauss") return normal(random);
-    if (kind == "laplace") return sign * exponential(random);
-    if (kind == "lognormal") return sign * std::exp(1.5 * normal(random));
-    if (kind == "student") return student(random);
-    return sign * std::generate_canonical<double, 53>(random);  // uniform
-  };
-  LevelSample data;
-  std::vector<std::pair<double, double>> points;
-  for (int b = 0; b < buckets; ++b) {
-    std::vector<float> values(1024);
-    float top = 0;
-    for (float& v : values) v = static_cast<float>(draw()), top = std::max(top, std::fabs(v));
-    auto weight = static_cast<int64_t>(std::llround(static_cast<double>(top) * top * 1024));
-    data.histogram.add(values, top, weight);
-    for (float v : values) points.emplace_back(std::fabs(static_cast<double>(v)) / top, weight);
-    data.buckets.push_back(std::move(values));
-  }
-  std::sort(points.begin(), points.end());
-  for (auto [r, w] : points) data.r.push_back(r), data.weight.push_back(w);
-  return data;
-}
-
-std::vector<float> signed_levels(const std::vector<double>& magnitudes, bool zero) {
-  std::vector<float> levels;
-  for (size_t i = magnitudes.size(); i-- > 0;) levels.push_back(static_cast<float>(-magnitudes[i]));
-  if (zero) levels.push_back(0);
-  for (double x : magnitudes) levels.push_back(static_cast<float>(x));
-  return levels;
-}
+std::vector<float> floats(const std::vector<double>& levels) { return {levels.begin(), levels.end()}; }
 
 double squares(const LevelSample& data) {
   double sum = 0, total = 0;
-  for (size_t i = 0; i < data.r.size(); ++i) sum += data.weight[i] * data.r[i] * data.r[i], total += data.weight[i];
+  for (size_t i = 0; i < data.t.size(); ++i) sum += data.weight[i] * data.t[i] * data.t[i], total += data.weight[i];
   return sum / total;
-}
-
-// The least error of `count` magnitudes on the raw points. Unbiased: levels at points, which is where a best set has
-// them (but for l_1 without zero, which may lie between two points). Nearest: k-means, each interval's mean as its
-// level.
-double raw_optimum(const LevelSample& data, int count, bool zero, bool nearest) {
-  size_t n = data.r.size();
-  double total = std::accumulate(data.weight.begin(), data.weight.end(), 0.0);
-  std::vector<double> x(n + 1), w(n + 1), m(n + 1), q(n + 1);  // node 0 is r = 0 and holds no point
-  for (size_t i = 1; i <= n; ++i) {
-    double r = x[i] = data.r[i - 1], weight = data.weight[i - 1] / total;
-    w[i] = w[i - 1] + weight, m[i] = m[i - 1] + weight * r, q[i] = q[i - 1] + weight * r * r;
-  }
-  auto cost = [&](size_t i, size_t j) {
-    double dw = w[j] - w[i], dm = m[j] - m[i], dq = q[j] - q[i];
-    return nearest ? dq - dm * dm / dw : (x[i] + x[j]) * dm - x[i] * x[j] * dw - dq;
-  };
-  std::vector<double> now(n + 1), next(n + 1);
-  for (size_t j = 0; j <= n; ++j) {
-    if (nearest)
-      now[j] = zero ? q[j] : j ? cost(0, j) : 0;
-    else
-      now[j] = zero ? cost(0, j) : x[j] * x[j] * w[j] - q[j];
-  }
-  std::function<void(size_t, size_t, size_t, size_t)> layer = [&](size_t from, size_t to, size_t low, size_t high) {
-    size_t j = (from + to) / 2, at = low;
-    next[j] = 1e300;
-    for (size_t i = low; i <= std::min(high, j - 1); ++i) {
-      double value = now[i] + cost(i, j);
-      if (value < next[j]) next[j] = value, at = i;
-    }
-    if (j > from) layer(from, j - 1, low, at);
-    if (j < to) layer(j + 1, to, at, high);
-  };
-  int cells = count + (zero && nearest);
-  for (int k = 2; k <= cells; ++k) {
-    next[0] = now[0];
-    layer(k == cells ? n : 1, n, 0, n - 1);
-    std::swap(now, next);
-  }
-  return now[n];
-}
-
-double raw_optimum(const LevelSample& data, int bits, bool nearest) {
-  int half = 1 << (bits - 1);
-  return std::min(raw_optimum(data, half, false, nearest), raw_optimum(data, half - 1, true, nearest));
 }
 
 void expect_well_formed(const LevelFit& fit, int bits, bool biased) {
   const std::vector<float>& v = fit.levels;
-  ASSERT_EQ(v.size(), (1u << bits) - fit.zero);
+  ASSERT_EQ(v.size(), size_t{1} << bits);
   for (size_t i = 0; i < v.size(); ++i) {
-    EXPECT_EQ(v[i], -v[v.size() - 1 - i]);
     EXPECT_LE(std::fabs(v[i]), 1.0f);
     if (i) {
       EXPECT_GE(v[i] - v[i - 1], 1.0f / (1 << 21));
     }
   }
   if (!biased) {
+    EXPECT_EQ(v.front(), -1.0f);
     EXPECT_EQ(v.back(), 1.0f);
   }
   EXPECT_TRUE(std::isfinite(fit.error));
 }
 
-TEST(Levels, EveryPlaceLiesBetweenItsEdgesAndBothEndsAreExact) {
+TEST(Levels, EveryPlaceLiesBetweenItsEdgesAndTheEndsAreExact) {
   using H = LevelHistogram;
-  EXPECT_EQ(H::edge(0), 0);
+  EXPECT_EQ(H::edge(0), -1);
+  EXPECT_EQ(H::edge(H::kSide), 0);
   EXPECT_EQ(H::edge(H::kBins), 1);
-  EXPECT_EQ(H::place(0).bin, 0u);
-  EXPECT_EQ(H::place(0).position, 0u);
+  EXPECT_EQ(H::place(-1).bin, 0u);
+  EXPECT_EQ(H::place(-1).position, 0u);
   EXPECT_EQ(H::place(1).bin, H::kBins - 1u);
   EXPECT_EQ(H::place(1).position, 256u);
-  for (int i = 0; i <= 100000; ++i) {
-    float r = static_cast<float>(i) / 100000;
-    auto [bin, position] = H::place(r * r);
-    double low = H::edge(bin), high = H::edge(bin + 1);
+  for (int i = -100000; i <= 100000; ++i) {
+    const float root = static_cast<float>(i) / 100000, t = root * std::fabs(root);
+    const auto [bin, position] = H::place(t);
+    const double low = H::edge(bin), high = H::edge(bin + 1);
     ASSERT_LT(low, high);
-    ASSERT_NEAR(r * r, low + (high - low) * position / 256, (high - low) / 500) << r;
+    ASSERT_NEAR(t, low + (high - low) * position / 256, (high - low) / 500) << t;
   }
+  LevelHistogram zeros;
+  zeros.add(std::vector<float>{0.0f, -0.0f, 1e-45f, 2.0f}, 2.0f, 3);  // the third vanishes in the division
+  EXPECT_EQ(zeros.counts.back(), 9);
 }
 
-class OnData : public testing::TestWithParam<const char*> {};
-
-TEST_P(OnData, FittedLevelsAreWithinHalfAPercentOfTheOptimumOnTheRawPoints) {
-  LevelSample data = sample(GetParam(), 40);
-  for (bool nearest : {false, true}) {
-    const LevelRule& rule = nearest ? kNearestRule : kUnbiased;
-    for (int bits = 2; bits <= 4; ++bits) {
-      LevelFit fit = fit_levels(data.histogram, bits, rule);
-      expect_well_formed(fit, bits, nearest);
-      double error = level_error(fit.levels, data.r, data.weight, rule);
-      double optimum = raw_optimum(data, bits, nearest);
-      std::printf("%-9s %-8s %d bits: error %.6g, optimum %.6g, ratio %.6f, reported/raw %.6f, zero %d\n", GetParam(),
-                  nearest ? "nearest" : "unbiased", bits, error, optimum, error / optimum, fit.error / error, fit.zero);
-      EXPECT_LE(error, 1.005 * optimum);
-      EXPECT_GE(error, 0.999 * optimum);  // or the reference is no optimum
-      EXPECT_NEAR(fit.error, error, 0.005 * error);
+// Neither sign is preferred. The local search goes through the levels in their order, so the errors are not equal.
+TEST(Levels, MirroredDataHaveMirroredErrors) {
+  for (const char* kind : {"skewed", "onesided", "laplace60"}) {
+    const LevelSample data = level_sample(kind, 8);
+    LevelSample mirrored;
+    for (std::vector<float> bucket : data.buckets) {
+      for (float& v : bucket) v = -v;
+      mirrored.add(bucket);
     }
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(Levels, OnData, testing::Values("gauss", "laplace", "lognormal", "student"));
-
-TEST(Levels, EightBitsAreNearTheOptimumToo) {
-  for (const char* kind : {"gauss", "laplace", "lognormal", "student", "uniform"}) {
-    LevelSample data = sample(kind, 20);
-    for (bool nearest : {false, true}) {
-      const LevelRule& rule = nearest ? kNearestRule : kUnbiased;
-      LevelFit fit = fit_levels(data.histogram, 8, rule);
-      expect_well_formed(fit, 8, nearest);
-      double error = level_error(fit.levels, data.r, data.weight, rule);
-      double optimum = raw_optimum(data, 128, false, nearest);
-      std::printf("%-9s %-8s 8 bits: error %.6g, optimum %.6g, ratio %.6f, reported/raw %.6f\n", kind,
-                  nearest ? "nearest" : "unbiased", error, optimum, error / optimum, fit.error / error);
-      EXPECT_LE(error, 1.02 * optimum);
-    }
-  }
-}
-
-TEST(Levels, LeavingZeroOutPaysOnLaplaceData) {
-  LevelSample data = sample("laplace", 60, 2);
-  LevelBins bins = level_bins(data.histogram);
-  double expected[] = {0.38, 0.73, 0.87};
-  for (int bits = 2; bits <= 4; ++bits) {
-    int half = 1 << (bits - 1);
-    auto error = [&](int count, bool zero) {
-      auto levels = signed_levels(best_magnitudes(bins, count, zero, kUnbiased), zero);
-      return level_error(levels, data.r, data.weight, kUnbiased);
-    };
-    double ratio = error(half, false) / error(half - 1, true);
-    std::printf("laplace %d bits: without zero / with zero = %.4f\n", bits, ratio);
-    EXPECT_NEAR(ratio, expected[bits - 2], 0.03);
-    EXPECT_FALSE(fit_levels(data.histogram, bits, kUnbiased).zero);
+    for (const LevelRule& rule : {kUnbiased, kNearestRule, LevelRule{true, 0.25, 2}})
+      for (int bits : {2, 3, 6}) {
+        const double error = fit_levels(data.histogram, bits, rule).error;
+        EXPECT_NEAR(fit_levels(mirrored.histogram, bits, rule).error, error, 0.002 * error) << kind << bits;
+      }
   }
 }
 
@@ -223,25 +103,31 @@ TEST(Levels, ExponentialDensityHasItsKnownLevels) {
     }
   }
   bins.edge.push_back(1);
-  auto magnitudes = best_magnitudes(bins, 3, true, kUnbiased);
-  double error = level_error(signed_levels(magnitudes, true), r, weight, kUnbiased);
-  std::printf("exp(-r/.08): levels 0 %.4f %.4f %.4f, V %.6f\n", magnitudes[0], magnitudes[1], magnitudes[2], error);
-  EXPECT_NEAR(magnitudes[0], 0.108, 0.001);
-  EXPECT_NEAR(magnitudes[1], 0.301, 0.001);
-  EXPECT_EQ(magnitudes[2], 1);
+  auto levels = best_levels(LevelModel(bins, kUnbiased), 4, false);
+  double error = level_error(floats(levels), r, weight, kUnbiased);
+  std::printf("exp(-r/.08): levels %.4f %.4f %.4f %.4f, V %.6f\n", levels[0], levels[1], levels[2], levels[3], error);
+  EXPECT_EQ(levels[0], 0);
+  EXPECT_NEAR(levels[1], 0.108, 0.001);
+  EXPECT_NEAR(levels[2], 0.301, 0.001);
+  EXPECT_EQ(levels[3], 1);
   EXPECT_NEAR(error, 0.00374, 0.00001);
 }
 
-// Bins whose weight sits on their lower edge, so that costs can be summed point by point.
+// Bins whose weight sits on their lower edge, so that costs can be summed point by point, and a weight at 0.
 struct Atoms {
   LevelBins bins;
-  double error(const std::vector<double>& magnitudes, bool zero, const LevelRule& rule) const {
-    return level_error(signed_levels(magnitudes, zero), bins.mean, bins.weight, rule);
+  std::vector<double> t, weight;  // the points
+  double error(const std::vector<double>& levels, const LevelRule& rule) const {
+    return level_error(floats(levels), t, weight, rule);
   }
 };
 
-Atoms atoms(const std::vector<double>& edge, const std::vector<double>& weight) {
-  return {{edge, weight, std::vector<double>(edge.begin(), edge.end() - 1)}};
+Atoms atoms(const std::vector<double>& edge, const std::vector<double>& weight, double zeros = 0) {
+  Atoms a{{edge, weight, std::vector<double>(edge.begin(), edge.end() - 1), zeros}, {}, weight};
+  a.t = a.bins.mean;
+  a.t.push_back(0);
+  a.weight.push_back(zeros);
+  return a;
 }
 
 // Calls `visit` with every ascending choice of `count` numbers in first..last.
@@ -254,33 +140,35 @@ void choose(int first, int last, size_t count, std::vector<int>& chosen, const s
   }
 }
 
-double brute_force(const Atoms& a, int count, bool zero, const LevelRule& rule) {
-  int last = static_cast<int>(a.bins.weight.size());
+double brute_force(const Atoms& a, size_t count, const LevelRule& rule) {
+  const int last = static_cast<int>(a.bins.weight.size());
   double least = 1e300;
   std::vector<int> chosen;
-  std::vector<double> magnitudes;
   if (rule.biased && rule.kappa == 0.5) {  // ends of intervals, and their means
-    choose(1, last - 1, count + zero - 1, chosen, [&] {
+    choose(1, last - 1, count - 1, chosen, [&] {
       double sum = 0, total = 0;
       for (size_t k = 0; k <= chosen.size(); ++k) {
+        const double low = k ? a.bins.edge[chosen[k - 1]] : -2, high = k < chosen.size() ? a.bins.edge[chosen[k]] : 2;
         double w = 0, m = 0, q = 0;
-        for (int b = k ? chosen[k - 1] : 0; b < (k < chosen.size() ? chosen[k] : last); ++b) {
-          double weight = a.bins.weight[b], r = a.bins.mean[b];
-          w += weight, m += weight * r, q += weight * r * r;
-        }
-        sum += zero && k == 0 ? q : w > 0 ? q - m * m / w : 0;
+        for (size_t i = 0; i < a.t.size(); ++i)
+          if (a.t[i] >= low && a.t[i] < high)
+            w += a.weight[i], m += a.weight[i] * a.t[i], q += a.weight[i] * a.t[i] * a.t[i];
+        sum += w > 0 ? q - m * m / w : 0;
         total += w;
       }
       least = std::min(least, sum / total);
     });
     return least;
   }
-  choose(1, rule.biased ? last : last - 1, rule.biased ? count : count - 1, chosen, [&] {
-    magnitudes.clear();
-    for (int i : chosen) magnitudes.push_back(a.bins.edge[i]);
-    if (!rule.biased) magnitudes.push_back(1);
-    least = std::min(least, a.error(magnitudes, zero, rule));
-  });
+  const auto levels = [&] {
+    std::vector<double> at;
+    if (!rule.biased) at.push_back(a.bins.edge.front());
+    for (int i : chosen) at.push_back(a.bins.edge[i]);
+    if (!rule.biased) at.push_back(a.bins.edge.back());
+    return at;
+  };
+  choose(rule.biased ? 0 : 1, rule.biased ? last : last - 1, rule.biased ? count : count - 2, chosen,
+         [&] { least = std::min(least, a.error(levels(), rule)); });
   return least;
 }
 
@@ -290,25 +178,23 @@ TEST(Levels, ProgrammeEqualsBruteForceOnSmallHistograms) {
   const LevelRule rules[] = {kUnbiased,       kNearestRule,   {false, 0.5, 4}, {true, 0.125, 4},
                              {true, 0.25, 1}, {true, 0.4, 2}, {true, 0, 1}};
   for (int round = 0; round < 60; ++round) {
-    int n = 9 + round % 4;
-    std::vector<double> edge{0, 1}, weight;
-    while (edge.size() < n + 1u) edge.push_back(uniform(random));
+    const int n = 9 + round % 4;
+    std::vector<double> edge{-1, 0, 1}, weight;
+    while (edge.size() < n + 1u) edge.push_back(2 * uniform(random) - 1);
     std::sort(edge.begin(), edge.end());
     for (int i = 0; i < n; ++i) {
-      double u = uniform(random);
+      const double u = uniform(random);
       weight.push_back(uniform(random) < 0.3 ? 0 : u * u * u);  // many bins hold nothing
     }
     weight[round % n] = 1;
-    Atoms a = atoms(edge, weight);
+    const Atoms a = atoms(edge, weight, round % 3);
     for (const LevelRule& rule : rules) {
-      for (bool zero : {false, true}) {
-        for (int count = 1; count <= 4; ++count) {
-          double least = brute_force(a, count, zero, rule);
-          auto magnitudes = best_magnitudes(a.bins, count, zero, rule);
-          ASSERT_EQ(magnitudes.size(), static_cast<size_t>(count));
-          EXPECT_NEAR(a.error(magnitudes, zero, rule), least, 1e-6 * least + 1e-9)
-              << "round " << round << " biased " << rule.biased << " kappa " << rule.kappa << " count " << count;
-        }
+      for (size_t count = 2; count <= 6; ++count) {
+        const double least = brute_force(a, count, rule);
+        const auto levels = best_levels(LevelModel(a.bins, rule), count, rule.biased);
+        ASSERT_EQ(levels.size(), count);
+        EXPECT_NEAR(a.error(levels, rule), least, 1e-6 * least + 1e-8)  // levels are floats
+            << "round " << round << " biased " << rule.biased << " kappa " << rule.kappa << " count " << count;
       }
     }
   }
@@ -323,9 +209,9 @@ TEST(Levels, TrimodalHistogramTrapsCoordinateDescentButNotTheProgramme) {
     for (double mode : {0.06, 0.5, 0.9}) sum += std::exp(-(x - mode) * (x - mode) / (2 * 0.04 * 0.04));
     weight.push_back(sum);
   }
-  Atoms a = atoms(edge, weight);
-  double least = brute_force(a, 7, true, kUnbiased);
-  double found = a.error(best_magnitudes(a.bins, 7, true, kUnbiased), true, kUnbiased);
+  const Atoms a = atoms(edge, weight);
+  const double least = brute_force(a, 8, kUnbiased);
+  const double found = a.error(best_levels(LevelModel(a.bins, kUnbiased), 8, false), kUnbiased);
   EXPECT_NEAR(found, least, 1e-6 * least);
 
   double worst = 0;
@@ -333,9 +219,9 @@ TEST(Levels, TrimodalHistogramTrapsCoordinateDescentButNotTheProgramme) {
     std::vector<int> at(8);
     for (int k = 1; k <= 7; ++k) at[k] = start ? std::max(k, n >> (7 - k)) : n * k / 7;
     auto error = [&] {
-      std::vector<double> magnitudes;
-      for (int k = 1; k <= 7; ++k) magnitudes.push_back(edge[at[k]]);
-      return a.error(magnitudes, true, kUnbiased);
+      std::vector<double> levels;
+      for (int k = 0; k <= 7; ++k) levels.push_back(edge[at[k]]);
+      return a.error(levels, kUnbiased);
     };
     for (int sweep = 0; sweep < 50; ++sweep) {
       for (int k = 1; k < 7; ++k) {
@@ -354,59 +240,60 @@ TEST(Levels, TrimodalHistogramTrapsCoordinateDescentButNotTheProgramme) {
   EXPECT_GT(worst, 1.05 * least);
 }
 
-// Lloyd's iteration on magnitudes with a zero level and the top level held at 1.
-double lloyd_with_top_one(const LevelSample& data, int count) {
+// Lloyd's iteration on `count` levels with the outermost held at -1 and 1.
+double lloyd_with_ends_held(const LevelSample& data, int count) {
   std::vector<double> x;
-  for (int k = 1; k <= count; ++k) x.push_back(std::pow(double(k) / count, 1.5));
+  for (int k = 0; k < count; ++k) {
+    const double even = 2.0 * k / (count - 1) - 1;
+    x.push_back(std::copysign(std::pow(std::fabs(even), 1.5), even));
+  }
   for (int sweep = 0; sweep < 300; ++sweep) {
     std::vector<double> w(count), m(count);
     size_t at = 0;
-    for (size_t i = 0; i < data.r.size(); ++i) {
-      auto level = [&](size_t k) { return k ? x[k - 1] : 0.0; };
-      while (at < x.size() && data.r[i] > (level(at) + level(at + 1)) / 2) ++at;
-      if (at) w[at - 1] += data.weight[i], m[at - 1] += data.weight[i] * data.r[i];
+    for (size_t i = 0; i < data.t.size(); ++i) {
+      while (at + 1 < x.size() && data.t[i] > (x[at] + x[at + 1]) / 2) ++at;
+      w[at] += data.weight[i], m[at] += data.weight[i] * data.t[i];
     }
-    for (int k = 0; k + 1 < count; ++k)
+    for (int k = 1; k + 1 < count; ++k)
       if (w[k] > 0) x[k] = m[k] / w[k];
   }
-  return level_error(signed_levels(x, true), data.r, data.weight, kNearestRule) / squares(data);
+  return level_error(floats(x), data.t, data.weight, kNearestRule) / squares(data);
 }
 
-TEST(Levels, FreeTopLevelCutsTheErrorOfNearestRounding) {
-  LevelSample data = sample("gauss", 60, 3);
-  LevelBins bins = level_bins(data.histogram);
+TEST(Levels, FreeOuterLevelsCutTheErrorOfNearestRounding) {
+  const LevelSample data = level_sample("gauss", 60, 3);
+  const LevelBins bins = level_bins(data.histogram);
   struct LevelCase {
     int count;
     double held, free;
   };
   for (auto [count, held, free] :
-       {LevelCase{1, 0.753, 0.194}, LevelCase{3, 0.068, 0.045}, LevelCase{7, 0.0122, 0.0108}}) {
-    auto magnitudes = best_magnitudes(bins, count, true, kNearestRule);
-    double error = level_error(signed_levels(magnitudes, true), data.r, data.weight, kNearestRule) / squares(data);
-    double fixed = lloyd_with_top_one(data, count);
-    std::printf("gauss, %d magnitudes and zero: top held at 1 %.5f, free %.5f (top %.3f)\n", count, fixed, error,
-                magnitudes.back());
+       {LevelCase{3, 0.753, 0.194}, LevelCase{7, 0.068, 0.045}, LevelCase{15, 0.0122, 0.0108}}) {
+    const auto levels = best_levels(LevelModel(bins, kNearestRule), static_cast<size_t>(count), true);
+    const double error = level_error(floats(levels), data.t, data.weight, kNearestRule) / squares(data);
+    const double fixed = lloyd_with_ends_held(data, count);
+    std::printf("gauss, %d levels: ends held at 1 %.5f, free %.5f (last %.3f)\n", count, fixed, error, levels.back());
     EXPECT_NEAR(error, free, 0.03 * free);
     EXPECT_NEAR(fixed, held, 0.03 * held);
-    if (count == 1) {
-      EXPECT_NEAR(magnitudes[0], 0.35, 0.03);
+    if (count == 3) {
+      EXPECT_NEAR(levels.back(), 0.35, 0.03);
     }
   }
 }
 
 TEST(Levels, DeadZoneFitsAreNoWorseThanTheFitsOfOtherRules) {
   for (const char* kind : {"gauss", "lognormal"}) {
-    LevelSample data = sample(kind, 20);
+    LevelSample data = level_sample(kind, 20);
     for (int bits : {2, 3, 4}) {
       for (double kappa : {0.0625, 0.125, 0.25, 0.4}) {
         LevelRule rule{true, kappa, 0.5 / kappa};
         LevelFit fit = fit_levels(data.histogram, bits, rule);
         expect_well_formed(fit, bits, true);
-        double error = level_error(fit.levels, data.r, data.weight, rule);
+        double error = level_error(fit.levels, data.t, data.weight, rule);
         EXPECT_NEAR(fit.error, error, 0.005 * error);
         for (const LevelRule& other : {kUnbiased, kNearestRule}) {
           auto levels = fit_levels(data.histogram, bits, other).levels;
-          EXPECT_LE(error, 1.001 * level_error(levels, data.r, data.weight, rule)) << kind << bits << kappa;
+          EXPECT_LE(error, 1.001 * level_error(levels, data.t, data.weight, rule)) << kind << bits << kappa;
         }
       }
     }
@@ -453,7 +340,7 @@ TEST(Levels, MeanOfIndependentWorkersHasItsClosedForm) {
 }
 
 TEST(Levels, OrderOfBucketsAndRanksDoesNotMatter) {
-  LevelSample data = sample("student", 30);
+  LevelSample data = level_sample("student", 30);
   auto weight_of = [](const std::vector<float>& bucket, float* top) {
     *top = 0;
     for (float v : bucket) *top = std::max(*top, std::fabs(v));
@@ -473,19 +360,20 @@ TEST(Levels, OrderOfBucketsAndRanksDoesNotMatter) {
 }
 
 TEST(Levels, DegenerateHistogramsGiveLevelsThatAscend) {
-  std::vector<LevelHistogram> cases(9);
+  std::vector<LevelHistogram> cases(10);
   cases[1].add(std::vector<float>(100, 3.0f), 3.0f, 5);                 // all at 1
   cases[2].add(std::vector<float>(100, 0.0f), 1.0f, 5);                 // all at 0
   cases[3].add(std::vector<float>(100, 0.2500123f), 1.0f, 5);           // all inside one bin
   cases[4].add(std::vector<float>{0, 0, 1, -1, 0.5f, -0.5f}, 1.0f, 1);  // three values
   cases[5].add(std::vector<float>{1e-45f, -1e-45f, 0}, 1e-45f, 1);      // the smallest top there is
   cases[6].add(std::vector<float>{3e38f, 1.0f, -1e-30f}, 3e38f, 1);     // the widest range
-  for (int i = 100; i < 102; ++i) {  // the upper end of a bin and the lower end of the next
+  for (int i = 2148; i < 2150; ++i) {  // the upper end of a bin and the lower end of the next
     cases[7].counts[2 * i] = 10;
-    cases[7].counts[2 * i + 1] = i == 100 ? 2560 : 0;
+    cases[7].counts[2 * i + 1] = i == 2148 ? 2560 : 0;
   }
-  cases[8].counts[0] = int64_t{1} << 52;  // as heavy as it may get
-  cases[8].counts[2 * 2047] = cases[8].counts[1] = 1;
+  cases[8].counts.back() = int64_t{1} << 52;  // as heavy as it may get
+  cases[8].counts[2 * 4095] = cases[8].counts[2 * 2048 + 1] = 1;
+  cases[9].add(std::vector<float>{-1, -1, -0.5f}, 1.0f, 7);  // nothing above zero
   for (size_t c = 0; c < cases.size(); ++c) {
     for (int bits : {2, 3, 5, 8}) {
       for (const LevelRule& rule : {kUnbiased, kNearestRule, LevelRule{true, 0.125, 4}, LevelRule{true, 0.49999, 1}}) {
@@ -502,7 +390,8 @@ TEST(Levels, DegenerateHistogramsGiveLevelsThatAscend) {
   LevelFit nothing = fit_levels(cases[0], 2, kUnbiased);
   EXPECT_EQ(nothing.levels, (std::vector<float>{-1, -1.0f / 3, 1.0f / 3, 1}));
   EXPECT_EQ(nothing.error, 0);
-  EXPECT_TRUE(fit_levels(cases[2], 3, kNearestRule).zero);
+  const std::vector<float> zeros = fit_levels(cases[2], 3, kNearestRule).levels;
+  EXPECT_EQ(std::count(zeros.begin(), zeros.end(), 0.0f), 1);
 }
 
 TEST(Levels, RefusesWhatIsOutOfRange) {
@@ -526,7 +415,7 @@ TEST(Levels, RefusesWhatIsOutOfRange) {
 }
 
 TEST(Levels, FitsTakeMilliseconds) {
-  LevelSample data = sample("laplace", 40);
+  LevelSample data = level_sample("laplace", 40);
   for (auto [bits, limit] : {std::pair{3, 2.0}, std::pair{8, 20.0}}) {
     for (const LevelRule& rule : {kUnbiased, kNearestRule, LevelRule{true, 0.125, 4}}) {
       double least = 1e9;
@@ -552,4 +441,4 @@ TEST(Levels, FitsTakeMilliseconds) {
 }
 
 }  // namespace
-}  // namespace gradwire
+}  // namespace gradwire::test

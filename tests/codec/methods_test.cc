@@ -105,13 +105,13 @@ TEST(OptQuant, WhatIsSentHasTheErrorThatTheFitPredicts) {
       const Codec codec = fit(Codec::parse(spec), x.data(), x.size(), DType::f32);
       std::vector<float> v;
       for (uint32_t word : codec.table()) v.push_back(bits_float(word));
-      std::vector<double> r, weight;
+      std::vector<double> t, weight;
       double norm = 0;
       for (size_t b = 0; b < x.size(); b += 1024) {
         double top = 0;
         for (size_t i = b; i < b + 1024; ++i) top = std::max<double>(top, std::fabs(x[i]));
         for (size_t i = b; i < b + 1024; ++i) {
-          r.push_back(std::fabs(x[i]) / top);
+          t.push_back(x[i] / top);
           weight.push_back(top * top);
           norm += static_cast<double>(x[i]) * x[i];
         }
@@ -120,7 +120,7 @@ TEST(OptQuant, WhatIsSentHasTheErrorThatTheFitPredicts) {
       const LevelRule rule{biased, biased ? std::stod(codec.get("kappa")) : 0, 1};
       double total = 0;
       for (double w : weight) total += w;
-      const double predicted = level_error(v, r, weight, rule) * total / norm,
+      const double predicted = level_error(v, t, weight, rule) * total / norm,
                    sent = relative_error(x, through(codec, x));
       EXPECT_NEAR(sent, predicted, 0.02 * predicted) << spec;
     }
@@ -360,38 +360,6 @@ TEST(RangeFloat, TheFittedMantissaIsTheBest) {
       for (int m = 1; m <= bits - 2; ++m)
         best = std::min(best, relative_error(x, through(Codec::parse(head + ",mantissa=" + std::to_string(m)), x)));
       EXPECT_LE(relative_error(x, fitted_through(head, x)), 1.05 * best) << bits;
-    }
-}
-
-// --- grids -----------------------------------------------------------------------------------------------------------
-
-TEST(LogGrid, ContractsAsDerived) {
-  // sup |u - Q|^2 / |u|^2 = (d-1) / (4^(k+1) + d - 1): one entry of 1, the others just below 2^-(k+1).
-  for (const auto& [k, expected] : {std::pair{0, 0.9612}, std::pair{2, 0.6074}}) {
-    std::vector<float> u(100, std::nextafter(std::ldexp(1.0f, -(k + 1)), 0.0f));
-    u[0] = 1;
-    const Codec codec = Codec::parse("loggrid:k=" + std::to_string(k));
-    EXPECT_NEAR(relative_error(u, through(codec, u)), expected, 1e-4) << k;
-    for (uint32_t seed = 0; seed < 20; ++seed) {
-      const std::vector<float> x = laplace(100, seed);
-      EXPECT_LE(relative_error(x, through(codec, x)), expected) << k;
-    }
-  }
-}
-
-TEST(UniGrid, IsWithinHalfAStepOfTheRange) {
-  const std::vector<float> x = gauss(5000);
-  for (int bits : {2, 4, 8, 12, 16})
-    for (const char* range : {"0", "0.03"}) {
-      const Codec codec = Codec::parse("unigrid:bits=" + std::to_string(bits) + ",scale=tensor,range=" + range);
-      const std::vector<float> y = through(codec, x);
-      double limit = std::stod(range);
-      if (limit == 0)
-        for (float v : x) limit = std::max<double>(limit, std::fabs(v));
-      const double step = limit / (std::ldexp(1.0, bits - 1) - 1);
-      for (size_t i = 0; i < x.size(); ++i)
-        ASSERT_LE(std::fabs(y[i] - std::clamp<double>(x[i], -limit, limit)), step * (0.5 + 1.0 / 256) + 1e-6 * limit)
-            << codec.str();
     }
 }
 

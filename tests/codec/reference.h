@@ -440,7 +440,7 @@ inline Expectation expect_unigrid(const Codec& codec, const std::vector<double>&
   e.exact = true;
   e.ties = true;
   for (double v : x) e.value.push_back(step == 0 ? 0 : std::nearbyint(std::clamp(v, -limit, limit) / step) * step);
-  e.slack = 4e-7 * limit + step / 128 + 0x1p-149;  // ties are seen on a grid of 2^-8 level
+  e.slack = 2e-7 * limit + 0x1p-149;
   return e;
 }
 

@@ -77,6 +77,16 @@ inline std::vector<uint32_t> levels(int count, float reach = 1.0f) {
   return words;
 }
 
+// The same with three times as many levels above zero as below.
+inline std::vector<uint32_t> skewed_levels(int count) {
+  std::vector<uint32_t> words;
+  for (int i = 0; i < count; ++i) {
+    const float q = static_cast<float>(4 * i - (count - 1)) / static_cast<float>(count - 1);
+    words.push_back(float_bits(i == count - 1 ? 1.0f : q < 0 ? -q * q : q * q / 9));
+  }
+  return words;
+}
+
 // casq: thresholds at whole and half root mean squares, then a word for each cluster.
 inline std::vector<uint32_t> clusters(int bits, const std::vector<uint32_t>& words) {
   const int half = 1 << (bits - 1);
@@ -103,6 +113,9 @@ inline void add_methods(std::vector<GoldenCase>& all) {
   }
   all.push_back(one("optquant_fitted_even", fitted("optquant:bits=3,bucket=64", levels(8)), 1061));
   all.push_back(one("optquant_fitted_short", fitted("optquant:bits=5,mode=biased", levels(31, 0.75f)), 1061));
+  for (int bits : {3, 4, 6})
+    all.push_back(one(fmt::format("optquant_skewed{}", bits),
+                      fitted(fmt::format("optquant:bits={}", bits), skewed_levels(1 << bits)), 1061));
   all.push_back(one("optquant_kappa", "optquant:bits=3,mode=biased,kappa=0.25", 1061));
   all.push_back(one("optquant_kappa0", "optquant:mode=biased,kappa=0", 300));
   all.push_back(one("optquant_bucket2048", "optquant:bucket=2048", 2500));

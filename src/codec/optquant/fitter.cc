@@ -10,8 +10,11 @@ namespace {
 
 class LevelsFitter final : public RefitFitter {
  public:
-  using RefitFitter::RefitFitter;
-  size_t counts() const override { return LevelHistogram{}.counts.size(); }
+  LevelsFitter(const Codec& codec, int world) : RefitFitter(codec) {
+    const double given = number_of(codec, "workers");
+    rule_ = {codec.get("mode") == "biased", number_of(codec, "kappa"), given > 0 ? given : world};
+  }
+  size_t counts() const override { return LevelHistogram::kCounts; }
   void observe(std::span<const float> values, std::span<const uint32_t> lengths, FitStats& stats) const override {
     LevelHistogram histogram;
     const WeightedSample sample(values, lengths, 20, WeightedSample::By::top);
@@ -23,18 +26,19 @@ class LevelsFitter final : public RefitFitter {
   std::vector<uint32_t> table_of(const FitStats& pooled) const override {
     LevelHistogram histogram;
     histogram.counts = pooled.counts;
-    const LevelRule rule{base_.get("mode") == "biased", number_of(base_, "kappa"), number_of(base_, "workers")};
     std::vector<uint32_t> table;
-    for (float level : fit_levels(histogram, static_cast<int>(number_of(base_, "bits")), rule).levels)
+    for (float level : fit_levels(histogram, static_cast<int>(number_of(base_, "bits")), rule_).levels)
       table.push_back(float_bits(level));
     return table;
   }
+
+  LevelRule rule_;
 };
 
 }  // namespace
 
-std::unique_ptr<Fitter> optquant_fitter(const Codec& codec, const FitContext&) {
-  return std::make_unique<LevelsFitter>(codec);
+std::unique_ptr<Fitter> optquant_fitter(const Codec& codec, const FitContext& context) {
+  return std::make_unique<LevelsFitter>(codec, context.world);
 }
 
 }  // namespace gradwire

@@ -73,27 +73,28 @@ void apply(const Values& v, Table table, Scheme& s, std::vector<float>& floats) 
 }  // namespace
 
 CodecDef codec_optquant() {
-  return {
-      .name = "optquant",
-      .summary = "the best levels for the gradients seen so far, per bucket of a largest magnitude (OptQuant)",
-      .example = "optquant:bits=3",
-      .specs = {"optquant:bits=2,mode=biased", "optquant:bits=3,mode=biased,kappa=0.125",
-                "optquant:bits=4,mode=biased,kappa=0.25", "optquant:bits=7,bucket=64", "optquant:bits=8,bucket=64"},
-      .parameters =
-          {integer("bits", "4", 2, 8, "bits of a code: up to 2^bits levels, with or without zero"), bucket_parameter(),
-           choice("mode", {"unbiased", "biased"}, "unbiased: the mean is right; biased: less error, wants feedback"),
-           real("kappa", "0.5", 0, 0.5, "biased: dead zone at both ends of a cell; 0.5 is rounding to nearest"),
-           learning(integer("workers", "1", 1, 65536, "biased: ranks whose random errors average out, for the fit")),
-           refit_parameter("100")},
-      .scheme = scheme,
-      .traits = traits,
-      .apply = apply,
-      .describe =
-          [](const Values& v, Table table) {
-            return describe_levels(levels_of(static_cast<int>(v.integer("bits")), table), !table.empty());
-          },
-      .nearest = [](const Codec& codec) { return codec.with("mode", "biased"); },
-      .fitter = optquant_fitter};
+  return {.name = "optquant",
+          .summary = "the best levels for the gradients seen so far, per bucket of a largest magnitude (OptQuant)",
+          .example = "optquant:bits=3",
+          .specs = {"optquant:bits=2,mode=biased", "optquant:bits=3,mode=biased,kappa=0.125",
+                    "optquant:bits=4,mode=biased,kappa=0.25", "optquant:bits=7,bucket=64", "optquant:bits=8,bucket=64"},
+          .parameters = {integer("bits", "4", 2, 8, "bits of a code: up to 2^bits levels"), bucket_parameter(),
+                         choice("mode", {"unbiased", "biased"},
+                                "unbiased: the mean is right; biased: less error, wants feedback"),
+                         real("kappa", "0.5", 0, 0.5,
+                              "biased: dead zone at both ends of a cell; 0.5 is rounding to nearest"),
+                         learning(integer("workers", "0", 0, 65536,
+                                          "biased: ranks whose random errors average out, for the fit; 0: all ranks")),
+                         refit_parameter("100")},
+          .scheme = scheme,
+          .traits = traits,
+          .apply = apply,
+          .describe =
+              [](const Values& v, Table table) {
+                return describe_levels(levels_of(static_cast<int>(v.integer("bits")), table), !table.empty());
+              },
+          .nearest = [](const Codec& codec) { return codec.with("mode", "biased"); },
+          .fitter = optquant_fitter};
 }
 
 }  // namespace gradwire
