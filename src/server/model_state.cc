@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <span>
 #include <string_view>
 #include <unordered_map>
 
@@ -38,6 +39,21 @@ class ArrayIndex {
 
 StoredArray flat_array(std::string name, const std::vector<float>& values) {
   return {std::move(name), {static_cast<int64_t>(values.size())}, values};
+}
+
+// What codecs have learned is small, and a multiple of 8 bytes: the state text has it as numbers.
+json words_of(const std::vector<std::byte>& bytes) {
+  std::vector<uint64_t> words(bytes.size() / sizeof(uint64_t));
+  std::copy_n(bytes.begin(), words.size() * sizeof(uint64_t), std::as_writable_bytes(std::span(words)).begin());
+  return words;
+}
+
+std::vector<std::byte> bytes_of_words(const json& part, const char* key) {
+  const auto found = part.find(key);
+  if (found == part.end()) return {};  // of a codec that learns nothing, or of an earlier version
+  const auto words = found->get<std::vector<uint64_t>>();
+  const auto bytes = std::as_bytes(std::span(words));
+  return {bytes.begin(), bytes.end()};
 }
 
 WorkerRow row_of(const WorkerRecord& worker, const ModelCopy& copy) {
@@ -114,6 +130,8 @@ void restore_shards(const ServerState& state, ServerModel& model, std::vector<Sh
                   fmt::format("bad state: parts[{}].version is {}; allowed are 0 to 2^62", p, shard.version),
                   "version");
     shard.applied = parts.at(p).at("applied").get<double>();
+    shard.learned_up = bytes_of_words(parts.at(p), "learned_up");
+    shard.learned_down = bytes_of_words(parts.at(p), "learned_down");
     const json& forgotten = state.extra.at("forgotten").at(p);
     const Tally tally = {forgotten.at(0).get<double>(), forgotten.at(1).get<double>(), forgotten.at(2).get<double>()};
     shard.progress[kForgotten].tally = tally;
@@ -160,6 +178,8 @@ ServerState copied_arrays(const ServerModel& model, const ModelCopy& copy) {
   for (size_t p = 0; p < model.layouts.size(); ++p) {
     const ShardSnapshot& shard = copy.shards[p];
     parts.push_back({{"version", shard.version}, {"applied", shard.applied}});
+    if (!shard.learned_up.empty()) parts.back()["learned_up"] = words_of(shard.learned_up);
+    if (!shard.learned_down.empty()) parts.back()["learned_down"] = words_of(shard.learned_down);
     if (model.layouts[p].role == ShardRole::pool) {
       state.others.push_back(flat_array(pool_name(p), shard.weights));
       continue;

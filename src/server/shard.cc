@@ -9,13 +9,11 @@
 #include "core/bits.h"
 #include "core/check.h"
 #include "gradwire/error.h"
-#include "gradwire/message.h"
 #include "server/ledger.h"
 
 namespace gradwire::server {
 namespace {
 
-constexpr size_t kReaders = 4;
 const ResidualKey kResidual{Direction::down, "", 0};
 
 std::vector<const void*> constant(const std::vector<void*>& list) { return {list.begin(), list.end()}; }
@@ -27,12 +25,12 @@ ServerShard::ServerShard(const Signature& signature, const ShardLayout& layout)
       sends_updates_(signature.sends_updates && layout.role == ShardRole::weights),
       seed_(signature.seed),
       elements_(layout.elements()),
-      up_(specs_of(signature, layout, ShardMessage::up)),
-      down_plan_(specs_of(signature, layout, ShardMessage::down)),
+      reader_(specs_of(signature, layout, ShardMessage::up)),
+      learning_(reader_.specs(), Direction::up),
+      writer_(specs_of(signature, layout, ShardMessage::down), Direction::down, {}),
       whole_plan_(specs_of(signature, layout, ShardMessage::whole)),
-      down_runner_(make_runner(down_plan_, {})),
       whole_runner_(make_runner(whole_plan_, {})) {
-  for (const TensorSpec& spec : up_) name_hashes_.push_back(hash_name(spec.name));
+  for (const TensorSpec& spec : reader_.specs()) name_hashes_.push_back(hash_name(spec.name));
   uint64_t first = 0;
   for (const ParameterRange& range : layout.ranges) {
     residual_ranges_.push_back({.name = kResidual.name, .count = range.count, .codec = {}, .first = first});
@@ -90,40 +88,8 @@ void ServerShard::set(std::span<const float> values) {
 
 // ---- Messages of workers
 
-// What a message says about its codecs is believed only if they are the codecs of the signature, perhaps with other
-// tables: a codec that learns refits them, and the table travels with the message.
-ServerShard::MessageReader& ServerShard::reader_for(std::span<const std::byte> message) {
-  const Head head = read_head(message, {.max_elements = elements_, .max_tensors = static_cast<uint32_t>(up_.size())});
-  if (head.tensors.size() != up_.size())
-    throw Error(ErrorKind::frame,
-                fmt::format("bad message: it has {} tensors; expected {}", head.tensors.size(), up_.size()), "tensors");
-  std::vector<Codec> codecs;
-  for (const TensorSpec& tensor : head.tensors) codecs.push_back(tensor.codec);
-  // Building a plan is expensive, so the readers that were used last are kept.
-  for (size_t i = 0; i < readers_.size(); ++i)
-    if (readers_[i].codecs == codecs) {
-      std::rotate(readers_.begin(), readers_.begin() + static_cast<std::ptrdiff_t>(i),
-                  readers_.begin() + static_cast<std::ptrdiff_t>(i) + 1);
-      return readers_.front();
-    }
-  std::vector<TensorSpec> specs = up_;
-  for (size_t i = 0; i < specs.size(); ++i) {
-    if (codecs[i].wire_spec() != specs[i].codec.wire_spec())
-      throw Error(ErrorKind::frame,
-                  fmt::format("bad message: tensor[{}] is coded by {}; expected {}", i, codecs[i].wire_spec(),
-                              specs[i].codec.wire_spec()),
-                  "spec");
-    specs[i].codec = codecs[i];
-  }
-  MessageReader reader{codecs, std::make_unique<Plan>(std::move(specs)), nullptr};
-  reader.runner = make_runner(*reader.plan, {});
-  if (readers_.size() == kReaders) readers_.pop_back();
-  readers_.insert(readers_.begin(), std::move(reader));
-  return readers_.front();
-}
-
-void ServerShard::decode(const Blob& message, std::vector<float>& to, Write write) {
-  reader_for(*message).runner->decode(*message, pointers(to), write);
+void ServerShard::decode(std::span<const std::byte> message, std::vector<float>& to, Write write) {
+  reader_.runner(message).decode(message, pointers(to), write);
 }
 
 bool ServerShard::has_applied(uint32_t slot, uint64_t sequence) const {
@@ -138,20 +104,21 @@ void ServerShard::forget(uint32_t slot) {
   progress_.erase(found);
 }
 
-UpdateStatus ServerShard::submit(uint32_t slot, const Frame& frame, Blob message) {
+UpdateStatus ServerShard::submit(uint32_t slot, const Frame& frame, Blob payload) {
   if (has_applied(slot, frame.sequence)) return UpdateStatus::again;
   if (frame.step < version_) return UpdateStatus::late;
   const bool pool = layout_.role == ShardRole::pool;
   if (frame.step > version_ && (!pool || frame.step - version_ > kMaxAhead)) return UpdateStatus::early;
-  try {  // what the head says is refused at once; the body is read once, by close()
-    reader_for(*message);
+  try {  // what the head says is refused at once, as are statistics; the body is read once, by close()
+    reader_.runner(message_part(frame, payload));
+    learning_.check(tail_part(frame, payload), frame.step, true);
   } catch (const Error&) {
     return UpdateStatus::corrupt;
   }
   make_room();
   if (frame.step > version_) std::erase_if(pending_, [](const auto& one) { return one.second.resent; });
   version_ = frame.step;
-  pending_[slot] = {frame.sequence, frame.tally, std::move(message), pool && (frame.flags & kQuiet)};
+  pending_[slot] = {frame, std::move(payload), pool && (frame.flags & kQuiet)};
   return UpdateStatus::none;
 }
 
@@ -161,17 +128,17 @@ UpdateStatus ServerShard::submit(uint32_t slot, const Frame& frame, Blob message
 void ServerShard::sum_pending() {
   Write write = Write::set;
   for (const auto& [slot, update] : pending_) {
-    decode(update.message, sum_, write);
+    decode(message_part(update.frame, update.payload), sum_, write);
     write = Write::add;
   }
 }
 
 // Decodes each pending update alone, to find those that cannot be read or are not finite.
-void ServerShard::drop_unusable(std::vector<std::pair<uint32_t, UpdateStatus>>& dropped) {
+void ServerShard::drop_unusable(DroppedUpdates& dropped) {
   std::vector<float> alone(elements_);
   std::erase_if(pending_, [&](const auto& one) {
     try {
-      decode(one.second.message, alone, Write::set);
+      decode(message_part(one.second.frame, one.second.payload), alone, Write::set);
       if (std::isfinite(signed_sum_of(alone))) return false;
     } catch (const Error&) {
     }
@@ -183,6 +150,7 @@ void ServerShard::drop_unusable(std::vector<std::pair<uint32_t, UpdateStatus>>& 
 ServerShard::ClosedStep ServerShard::close() {
   ClosedStep result;
   make_room();
+  learn_from_weights();
   // Nearly always all updates are fine, so they are decoded straight into the sum; the sum tells whether they were.
   double sum = 0;
   try {
@@ -205,10 +173,11 @@ ServerShard::ClosedStep ServerShard::close() {
   }
   result.contributors = contributors_;
   for (const auto& [slot, update] : pending_) {
-    progress_[slot] = {update.sequence, update.tally};
+    progress_[slot] = {update.frame.sequence, update.frame.tally};
     result.updates.emplace_back(slot, UpdateStatus::applied);
   }
   if (!pending_.empty() && layout_.role == ShardRole::weights) applied_ += sum;
+  learn_from_pending();
   pending_.clear();
   ++version_;
   begin_version();
@@ -247,16 +216,68 @@ bool ServerShard::subtract_mean(uint32_t divisor) {
 // the workers will decode: all hold the same bits.
 void ServerShard::begin_version() {
   down_ = whole_ = change_ = nullptr;
+  tailed_ = {};
   if (!sends_updates_) return;
   if (contributors_ == 0) std::fill(sum_.begin(), sum_.end(), 0.0f);  // the residual still goes out
-  std::vector<std::byte> message(down_plan_.message_bytes());
+  Runner& runner = writer_.runner(version_);
+  std::vector<std::byte> message(writer_.message_bytes());
+  const std::vector<const void*> in = constant(pointers(sum_));
   const auto begun = residuals_.begin(Direction::down, version_, residual_ranges_, 1.0f);
-  down_runner_->encode(constant(pointers(sum_)), {.seed = seed_, .step = version_, .stage = 1}, message,
-                       &begun->residuals);
+  runner.encode(in, {.seed = seed_, .step = version_, .stage = 1}, message, &begun->residuals);
+  const std::vector<std::byte> statistics =
+      writer_.learning().observe(runner, version_, version_, in, &begun->residuals, message);
   residuals_.commit(version_);
-  down_runner_->decode(message, pointers(weights_), Write::add);
+  runner.decode(message, pointers(weights_), Write::add);
   change_ = make_blob(std::move(message));
+  // This change is over: the next one is encoded with what it has taught.
+  const std::span<const std::byte> all[] = {statistics};
+  writer_.learning().learn(version_, all);
 }
+
+// ---- Learning
+
+void ServerShard::learn(std::span<const std::span<const std::byte>> senders) {
+  if (senders.empty()) return;
+  learning_.learn(version_, senders);
+  learned_at_ = version_ + 1;
+}
+
+// The statistics of the updates that count, in the order of slots.
+void ServerShard::learn_from_pending() {
+  std::vector<std::span<const std::byte>> senders;
+  for (const auto& [slot, update] : pending_)
+    if (update.frame.tail > 0) senders.push_back(tail_part(update.frame, update.payload));
+  learn(senders);
+}
+
+// Without steps, statistics wait until every worker has sent some, or one of them sends more.
+void ServerShard::learn_without_steps(uint32_t slot, std::span<const std::byte> statistics, uint32_t workers) {
+  if (statistics.empty()) return;
+  const auto learn_now = [this] {
+    std::vector<std::span<const std::byte>> senders;
+    for (const WorkerStatistics& one : waiting_) senders.emplace_back(one.bytes);
+    learn(senders);
+    waiting_.clear();
+  };
+  if (std::any_of(waiting_.begin(), waiting_.end(), [&](const auto& one) { return one.slot == slot; })) learn_now();
+  waiting_.push_back({slot, {statistics.begin(), statistics.end()}});
+  if (waiting_.size() >= std::min<size_t>(workers, Learner::kMostPooled)) learn_now();
+}
+
+// The codecs of weights learn from the version that ends here, not when it is sent: a server that was restarted sends
+// it once more, with the tables that it had.
+void ServerShard::learn_from_weights() {
+  ShardLearning& learning = writer_.learning();
+  if (sends_updates_ || !learning.due(version_, version_)) return;
+  Runner& runner = writer_.runner(version_);
+  const Blob& message = encoded(down_, runner);
+  const std::vector<std::byte> statistics =
+      learning.observe(runner, version_, version_, constant(pointers(weights_)), nullptr, *message);
+  const std::span<const std::byte> all[] = {statistics};
+  learning.learn(version_, all);
+}
+
+// ---- What goes down
 
 // The weights as `runner` sends them, encoded once for each version.
 const Blob& ServerShard::encoded(Blob& kept, Runner& runner) {
@@ -270,22 +291,39 @@ const Blob& ServerShard::encoded(Blob& kept, Runner& runner) {
 
 Blob ServerShard::message_for(uint64_t held, Frame& frame) {
   make_room();
-  if (!sends_updates_) return encoded(down_, *down_runner_);
-  if (change_ && held != kNone && held + 1 == version_) return change_;
+  if (!sends_updates_) return with_learned(encoded(down_, writer_.runner(version_)), held, frame);
+  if (change_ && held != kNone && held + 1 == version_) return with_learned(change_, held, frame);
   frame.flags |= kWhole;  // a change is of no use to a worker that does not hold the step before
-  return encoded(whole_, *whole_runner_);
+  return with_learned(encoded(whole_, *whole_runner_), held, frame);
 }
 
-UpdateStatus ServerShard::apply(uint32_t slot, const Frame& frame, const Blob& message, uint32_t workers) {
+// Whoever holds weights since the codecs learned has got what they learned.
+Blob ServerShard::with_learned(const Blob& message, uint64_t held, Frame& frame) {
+  if (learning_.empty() || (held != kNone && held >= learned_at_)) return message;
+  if (tailed_.first != message) {
+    const std::vector<std::byte> state = learning_.save();
+    std::vector<std::byte> both(*message);
+    both.insert(both.end(), state.begin(), state.end());
+    tailed_ = {message, make_blob(std::move(both))};
+  }
+  frame.tail = tailed_.second->size() - message->size();
+  return tailed_.second;
+}
+
+UpdateStatus ServerShard::apply(uint32_t slot, const Frame& frame, const Blob& payload, uint32_t workers) {
   // After a restart versions may be lower than what the worker saw: its sequence alone decides.
   if (has_applied(slot, frame.sequence)) return UpdateStatus::again;
   try {
-    decode(message, sum_, Write::set);
+    learning_.check(tail_part(frame, payload), frame.step, false);
+    decode(message_part(frame, payload), sum_, Write::set);
   } catch (const Error&) {
     return UpdateStatus::corrupt;
   }
   const double sum = signed_sum_of(sum_);
-  if (!std::isfinite(sum) || !subtract_mean(workers)) return UpdateStatus::corrupt;
+  if (!std::isfinite(sum)) return UpdateStatus::corrupt;
+  learn_from_weights();
+  if (!subtract_mean(workers)) return UpdateStatus::corrupt;
+  learn_without_steps(slot, tail_part(frame, payload), workers);
   applied_ += sum;
   progress_[slot] = {frame.sequence, frame.tally};
   contributors_ = 1;
@@ -316,13 +354,19 @@ UpdateStatus ServerShard::absorb_residual(uint32_t slot, const Frame& frame, con
   if (workers <= 1)
     down_ = nullptr;
   else if (!sends_updates_)
-    encoded(down_, *down_runner_);
+    encoded(down_, writer_.runner(version_));
   for (size_t i = 0; i < to.size(); ++i) to[i] -= sum_[i] / by;
   return UpdateStatus::applied;
 }
 
 ShardSnapshot ServerShard::snapshot() const {
-  ShardSnapshot copy{version_, applied_, weights_, {residual().begin(), residual().end()}, progress_};
+  ShardSnapshot copy{.version = version_,
+                     .applied = applied_,
+                     .weights = weights_,
+                     .residual = {residual().begin(), residual().end()},
+                     .progress = progress_,
+                     .learned_up = learning_.save(),
+                     .learned_down = writer_.learning().save()};
   copy.weights.resize(elements_);  // of a shard that has heard of nobody yet: zeros
   copy.residual.resize(sends_updates_ ? elements_ : 0);
   return copy;
@@ -333,8 +377,11 @@ void ServerShard::restore(ShardSnapshot snapshot) {
     throw Error(ErrorKind::frame,
                 fmt::format("bad state: a shard has {} weights; expected {}", snapshot.weights.size(), elements_),
                 "weights");
+  // A checkpoint of a version that did not learn with a server has nothing of it, and begins now.
+  if (!snapshot.learned_up.empty()) learning_.restore(snapshot.learned_up);
+  if (!snapshot.learned_down.empty()) writer_.learning().restore(snapshot.learned_down);
   make_room();
-  version_ = snapshot.version;
+  learned_at_ = version_ = snapshot.version;
   applied_ = snapshot.applied;
   weights_ = std::move(snapshot.weights);
   if (sends_updates_) residuals_.set(kResidual, snapshot.residual);
@@ -344,8 +391,9 @@ void ServerShard::restore(ShardSnapshot snapshot) {
 
 uint64_t ServerShard::bytes() const {
   uint64_t bytes = 4 * (weights_.size() + sum_.size()) + residuals_.bytes();
-  for (const auto& [slot, update] : pending_) bytes += update.message->size();
-  for (const Blob& blob : {down_, change_, whole_})
+  for (const auto& [slot, update] : pending_) bytes += update.payload->size();
+  for (const WorkerStatistics& one : waiting_) bytes += one.bytes.size();
+  for (const Blob& blob : {down_, change_, whole_, tailed_.second})
     if (blob) bytes += blob->size();
   return bytes;
 }
