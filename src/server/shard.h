@@ -40,7 +40,7 @@ struct ShardSnapshot {
   double applied = 0;  // the signed sum of all updates that were applied
   std::vector<float> weights, residual;
   std::map<uint32_t, WorkerProgress> progress;  // by slot
-  std::vector<std::byte> learned_up, learned_down;
+  std::vector<std::byte> learned_up = {}, learned_down = {};
 };
 
 class ServerShard {

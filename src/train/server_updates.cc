@@ -47,6 +47,7 @@ void ServerUpdates::tell(uint64_t step, const Report& report) {
 StepResult ServerUpdates::exchange(uint64_t step, std::span<const float* const> updates,
                                    std::span<float* const> weights, const Report& report) {
   tell(step, report);
+  client_.set_rate(report.rate);
   // A worker that has just joined may send nothing for some steps, while its moments warm up.
   const bool sends = !updates.empty() && taken_++ >= warm_steps_;
   return {.next = sends ? client_.exchange(updates, weights) : client_.skip(weights), .applied = true};

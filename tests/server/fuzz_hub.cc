@@ -40,9 +40,14 @@ constexpr size_t kSessions = 4, kMaxActions = 96;
 constexpr std::chrono::seconds kHang{30};  // nothing here takes long: a frame that is not read by then never will be
 
 Signature toy_signature(uint8_t flags) {
-  const bool compressed = flags & 1;
-  return fuzz::toy_signature(compressed ? "qsgd:bits=4" : "fp32", compressed ? "unigrid:bits=8" : "fp32", flags & 2,
-                             flags & 4);
+  const bool compressed = flags & 1, learns = flags & 8;
+  return fuzz::toy_signature(learns       ? learning_codec(flags / 16)
+                             : compressed ? "qsgd:bits=4"
+                                          : "fp32",
+                             !compressed ? "fp32"
+                             : learns    ? "optquant:bits=4,refit=1"
+                                         : "unigrid:bits=8",
+                             flags & 2, flags & 4);
 }
 
 // What the hub sends to one worker.
@@ -215,6 +220,24 @@ class Play {
     return make_blob(std::move(bytes));
   }
 
+  // Statistics whose words are any number, behind an honest message.
+  ToyUpdate lying_update(size_t shard, uint64_t step) {
+    ToyUpdate update = encode_update(signature_, layouts_[shard % layouts_.size()], 0.5f, step);
+    std::vector<std::byte> bytes = *update.payload;
+    const auto how = source_.next<uint8_t>();
+    for (int i = 0; i <= how % 8 && update.tail >= 8; ++i) {
+      const size_t word = source_.next<uint16_t>() % (update.tail / 8);
+      const auto shift = source_.next<uint8_t>() % 64;
+      const int64_t value = static_cast<int64_t>(source_.next<uint16_t>()) - 32768;
+      const int64_t number = static_cast<int64_t>(static_cast<uint64_t>(value) << shift);
+      std::memcpy(bytes.data() + bytes.size() - update.tail + 8 * word, &number, sizeof number);
+    }
+    if (how & 64) bytes.resize(bytes.size() - std::min<size_t>(bytes.size(), source_.next<uint8_t>()));
+    if (how & 128) update.tail = source_.next<uint16_t>();
+    update.payload = make_blob(std::move(bytes));
+    return update;
+  }
+
   std::string altered(std::string text) { return fuzz::altered(source_, std::move(text)); }
 
   Frame wild(FrameKind kind) {
@@ -239,9 +262,16 @@ class Play {
   void honest_update(size_t index) {
     const std::shared_ptr<FuzzSession> session = sessions_[index];  // it may be replaced while it speaks
     ++session->sequence;
-    for (uint32_t p = 0; p < layouts_.size(); ++p)
-      say(index, {.kind = FrameKind::update, .shard = p, .step = session->version[p], .sequence = session->sequence},
-          encode(specs_of(signature_, layouts_[p], ShardMessage::up), 0.5f));
+    for (uint32_t p = 0; p < layouts_.size(); ++p) {
+      const ToyUpdate update = encode_update(signature_, layouts_[p], 0.5f, session->version[p]);
+      say(index,
+          {.kind = FrameKind::update,
+           .shard = p,
+           .step = session->version[p],
+           .sequence = session->sequence,
+           .tail = update.tail},
+          update.payload);
+    }
   }
 
   void act() {
@@ -249,7 +279,7 @@ class Play {
     const auto code = source_.next<uint8_t>();
     const size_t index = code % kSessions;
     if (sessions_[index]->refused) vanish(index);
-    switch (code / kSessions % 20) {
+    switch (code / kSessions % 21) {
       case 0:
       case 1: {
         const std::string id = kIds[source_.next<uint8_t>() % kIds.size()];
@@ -303,6 +333,18 @@ class Play {
       case 18: {  // any frame, or a text of any depth
         const auto kind = static_cast<FrameKind>(source_.next<uint8_t>() % 70);
         return say(index, wild(kind), blob_of(nested_json(source_)));
+      }
+      case 19: {
+        const std::shared_ptr<FuzzSession> session = sessions_[index];
+        const uint32_t shard = source_.next<uint8_t>() % layouts_.size();
+        const ToyUpdate update = lying_update(shard, session->version[shard]);
+        return say(index,
+                   {.kind = FrameKind::update,
+                    .shard = shard,
+                    .step = session->version[shard],
+                    .sequence = ++session->sequence,
+                    .tail = update.tail},
+                   update.payload);
       }
       default:
         return rare(source_.next<uint8_t>());
