@@ -121,8 +121,7 @@ void Client::encode_shard(SentUpdate& update, size_t p, std::span<const float* c
   Runner& runner = shard.up.runner(sent.step, rate_);
   std::vector<std::byte> message(shard.up.message_bytes());
   const auto begun = residuals_.begin(Direction::up, sent.step, runner.plan().tensors(), 1.0f);
-  runner.encode(in,
-                {.seed = options_.signature.seed, .step = sent.step, .stage = 0, .rank = slot_, .world = slot_ + 1},
+  runner.encode(in, {.seed = options_.signature.seed, .step = sent.step, .stage = 0, .rank = slot_, .world = slot_ + 1},
                 message, &begun->residuals);
   // Without steps a worker does not meet every version: it makes up for those that it has passed over.
   const uint64_t first = async_ ? std::min(shard.observed, sent.step) : sent.step;
@@ -133,6 +132,7 @@ void Client::encode_shard(SentUpdate& update, size_t p, std::span<const float* c
   residuals_.commit(sent.step);
   message.insert(message.end(), statistics.begin(), statistics.end());
   sent.tail = statistics.size();
+  sent.rate = options_.signature.sgd ? static_cast<float>(rate_) : 0.0f;
   shard.tally.residual = residual_sum(p);
   sent.message = make_blob(std::move(message));
   sent.tally = shard.tally;
@@ -180,6 +180,7 @@ void Client::ask(size_t p, uint64_t target, bool replay) {
       frame.kind = FrameKind::update;
       frame.sequence = update->sequence;
       frame.tally = sent.tally;
+      frame.rate = sent.rate;
       frame.tail = sent.tail;
       if (replay || !log_.is_newest(*update)) frame.flags = kQuiet;  // weights of steps that are over are of no use
       payload = sent.message;
@@ -360,7 +361,8 @@ void Client::send_residual(uint64_t sequence) {
           .shard = static_cast<uint32_t>(p),
           .step = shard.version,
           .sequence = sequence,
-          .tally = tally},
+          .tally = tally,
+          .rate = options_.signature.sgd ? static_cast<float>(rate_) : 0.0f},
          make_blob(std::move(message)));
   }
 }

@@ -55,7 +55,8 @@ class Client {
   uint64_t join(std::span<float* const> weights);
   // In: this worker's updates, without the residual, all finite. Out: the weights of the next step, which is returned.
   uint64_t exchange(std::span<const float* const> updates, std::span<float* const> weights);
-  void set_rate(double rate) { rate_ = rate; }  // the learning rate of the next step, for codecs that follow it
+  // The learning rate of the next step, for codecs that follow it and for a server that runs SGD.
+  void set_rate(double rate) { rate_ = rate; }
   uint64_t skip(std::span<float* const> weights);  // a step for which this worker has nothing to send
   // In: second moments. Out: their mean over the workers.
   void pool(std::span<float* const> second);
@@ -145,7 +146,7 @@ class Client {
   std::optional<SteadyClock::time_point> until_;  // while it leaves: when to give up
   bool resend_pooled_ = false;                    // a restarted server may lack a round that others still wait for
   double rate_ = 0;
-  uint64_t local_step_ = 0;                       // async: this worker's own count
+  uint64_t local_step_ = 0;  // async: this worker's own count
   uint32_t slot_ = 0;
   bool async_ = false, owns_buffers_ = false, joined_ = false, initial_ = false, gone_ = false;
   Plan buffer_plan_;

@@ -80,6 +80,7 @@ struct Frame {
   uint64_t sequence = 0;  // of the update that is sent or answered
   uint64_t held = kNone;  // worker: the step of the weights it holds of this shard. Server: the step on disk
   Tally tally = {};
+  float rate = 0;     // update, residual: the learning rate, where the server runs SGD
   uint64_t tail = 0;  // update, weights: bytes at the end of the payload that are not of its message
 };
 

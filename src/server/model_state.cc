@@ -21,6 +21,8 @@ constexpr uint64_t kMaxVersion = uint64_t{1} << 62;  // no run comes near it, an
 std::string pool_name(size_t shard) { return fmt::format("gradwire.pool.{}", shard); }
 std::string residual_name(size_t shard) { return fmt::format("gradwire.owed.{}", shard); }
 
+std::string momentum_name(size_t shard) { return fmt::format("gradwire.momentum.{}", shard); }
+
 // A list of arrays by their names. A model may have 100,000 of them, so none is searched for from the beginning.
 class ArrayIndex {
  public:
@@ -139,6 +141,7 @@ void restore_shards(const ServerState& state, ServerModel& model, std::vector<Sh
       model.tallies[p][kForgotten] = tally;
       shard.weights = layout.gather(values);
       if (model.signature.sends_updates) shard.residual = others.find(residual_name(p)).values;
+      if (model.signature.sgd) shard.momentum = others.find(momentum_name(p)).values;
     } else {
       shard.weights = others.find(pool_name(p)).values;
     }
@@ -191,6 +194,7 @@ ServerState copied_arrays(const ServerModel& model, const ModelCopy& copy) {
       from += static_cast<std::ptrdiff_t>(range.count);
     }
     if (!shard.residual.empty()) state.others.push_back(flat_array(residual_name(p), shard.residual));
+    if (!shard.momentum.empty()) state.others.push_back(flat_array(momentum_name(p), shard.momentum));
   }
   for (size_t i = 0; i < values.size(); ++i)
     state.weights.push_back(

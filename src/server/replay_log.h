@@ -27,6 +27,7 @@ struct SentShard {
   Blob message;             // null before it is encoded, and after a refund; with its tail
   uint64_t tail = 0;        // of its bytes: statistics
   Tally tally;
+  float rate = 0;
 };
 
 struct SentUpdate {

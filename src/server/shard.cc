@@ -23,6 +23,7 @@ std::vector<const void*> constant(const std::vector<void*>& list) { return {list
 ServerShard::ServerShard(const Signature& signature, const ShardLayout& layout)
     : layout_(layout),
       sends_updates_(signature.sends_updates && layout.role == ShardRole::weights),
+      sgd_(layout.role == ShardRole::weights ? signature.sgd : std::nullopt),
       seed_(signature.seed),
       elements_(layout.elements()),
       reader_(specs_of(signature, layout, ShardMessage::up)),
@@ -42,6 +43,7 @@ ServerShard::ServerShard(const Signature& signature, const ShardLayout& layout)
 void ServerShard::make_room() {
   if (sum_.size() == elements_) return;
   weights_.resize(elements_);
+  if (sgd_) momentum_.resize(elements_);
   if (sends_updates_ && !residuals_.holds(kResidual, elements_)) residuals_.add(kResidual, elements_);
   sum_.resize(elements_);  // the last one: it tells that all are there
 }
@@ -165,7 +167,7 @@ ServerShard::ClosedStep ServerShard::close() {
     sum = pending_.empty() ? 0 : signed_sum_of(sum_);
   }
   contributors_ = static_cast<uint32_t>(pending_.size());
-  if (!pending_.empty() && (!std::isfinite(sum) || !subtract_mean(contributors_))) {
+  if (!pending_.empty() && (!std::isfinite(sum) || !subtract_mean(contributors_, rate_of_step()))) {
     // Each is finite, but their sum or the new weights are not: none of them can count.
     for (const auto& [slot, update] : pending_) result.updates.emplace_back(slot, UpdateStatus::corrupt);
     contributors_ = 0;
@@ -184,9 +186,44 @@ ServerShard::ClosedStep ServerShard::close() {
   return result;
 }
 
+// All workers take it from the same schedule. Should one of them say another one, it is not the one that decides.
+float ServerShard::rate_of_step() const {
+  std::vector<float> rates;
+  for (const auto& [slot, update] : pending_) rates.push_back(update.frame.rate);
+  const auto middle = rates.begin() + static_cast<std::ptrdiff_t>((rates.size() - 1) / 2);
+  std::nth_element(rates.begin(), middle, rates.end());
+  return *middle;
+}
+
+// SGD on the mean gradient sum_ / divisor, with the arithmetic of optim/adam.h. False, and nothing is changed, if the
+// weights or the momentum would not stay finite.
+bool ServerShard::descend(float divisor, float rate) {
+  const auto decay = static_cast<float>(sgd_->weight_decay), keep = static_cast<float>(sgd_->momentum);
+  const auto direction = [&](size_t i) { return keep * momentum_[i] + (sum_[i] / divisor + decay * weights_[i]); };
+  const std::span<const float> left = residual();
+  uint32_t top = 0;
+  for (size_t i = 0; i < weights_.size(); ++i) {
+    const float change = direction(i), next = weights_[i] - rate * change;
+    // With updates down: begin_version() adds the residual, as in subtract_mean().
+    const float room =
+        left.empty() ? next : 4 * (std::fabs(weights_[i]) + std::fabs(left[i]) + std::fabs(rate * change));
+    top = std::max({top, float_bits(change) & 0x7fffffffu, float_bits(room) & 0x7fffffffu});
+  }
+  if (top >= kInfBits) return false;
+  for (size_t i = 0; i < weights_.size(); ++i) {
+    momentum_[i] = direction(i);
+    if (sends_updates_)
+      sum_[i] = -(rate * momentum_[i]);
+    else
+      weights_[i] -= rate * momentum_[i];
+  }
+  return true;
+}
+
 // Applies sum_ / divisor. False, and nothing is changed, if the weights would not stay finite.
-bool ServerShard::subtract_mean(uint32_t divisor) {
+bool ServerShard::subtract_mean(uint32_t divisor, float rate) {
   const float by = static_cast<float>(divisor);
+  if (sgd_) return descend(by, rate);
   if (layout_.role == ShardRole::pool) {
     for (size_t i = 0; i < weights_.size(); ++i) weights_[i] = sum_[i] / by;
     return true;
@@ -322,7 +359,7 @@ UpdateStatus ServerShard::apply(uint32_t slot, const Frame& frame, const Blob& p
   const double sum = signed_sum_of(sum_);
   if (!std::isfinite(sum)) return UpdateStatus::corrupt;
   learn_from_weights();
-  if (!subtract_mean(workers)) return UpdateStatus::corrupt;
+  if (!subtract_mean(workers, 0)) return UpdateStatus::corrupt;
   learn_without_steps(slot, tail_part(frame, payload), workers);
   applied_ += sum;
   progress_[slot] = {frame.sequence, frame.tally};
@@ -345,8 +382,11 @@ UpdateStatus ServerShard::absorb_residual(uint32_t slot, const Frame& frame, con
   // With updates down, the weights are what all workers hold, and must not change without a message: the server's own
   // residual takes it, and the next changes carry it.
   const std::span<float> to = sends_updates_ ? residual() : std::span(weights_);
+  // A gradient that comes late counts as if it had been in the last step.
+  const float rate = sgd_ ? frame.rate : 1.0f;
   for (size_t i = 0; i < to.size(); ++i)
-    if (!std::isfinite(to[i] - sum_[i] / by)) return UpdateStatus::corrupt;
+    if (!std::isfinite(to[i] - rate * (sum_[i] / by)) || (sgd_ && !std::isfinite(momentum_[i] + sum_[i] / by)))
+      return UpdateStatus::corrupt;
   applied_ += sum;
   progress_[slot] = {frame.sequence, frame.tally};
   // Some workers may hold this version already. The others must get the same bits, so its message is made before the
@@ -355,7 +395,8 @@ UpdateStatus ServerShard::absorb_residual(uint32_t slot, const Frame& frame, con
     down_ = nullptr;
   else if (!sends_updates_)
     encoded(down_, writer_.runner(version_));
-  for (size_t i = 0; i < to.size(); ++i) to[i] -= sum_[i] / by;
+  for (size_t i = 0; i < to.size(); ++i) to[i] -= rate * (sum_[i] / by);
+  for (size_t i = 0; i < momentum_.size(); ++i) momentum_[i] += sum_[i] / by;
   return UpdateStatus::applied;
 }
 
@@ -366,14 +407,17 @@ ShardSnapshot ServerShard::snapshot() const {
                      .residual = {residual().begin(), residual().end()},
                      .progress = progress_,
                      .learned_up = learning_.save(),
-                     .learned_down = writer_.learning().save()};
+                     .learned_down = writer_.learning().save(),
+                     .momentum = momentum_};
   copy.weights.resize(elements_);  // of a shard that has heard of nobody yet: zeros
   copy.residual.resize(sends_updates_ ? elements_ : 0);
+  copy.momentum.resize(sgd_ ? elements_ : 0);
   return copy;
 }
 
 void ServerShard::restore(ShardSnapshot snapshot) {
-  if (snapshot.weights.size() != elements_ || snapshot.residual.size() != (sends_updates_ ? elements_ : 0))
+  if (snapshot.weights.size() != elements_ || snapshot.residual.size() != (sends_updates_ ? elements_ : 0) ||
+      snapshot.momentum.size() != (sgd_ ? elements_ : 0))
     throw Error(ErrorKind::frame,
                 fmt::format("bad state: a shard has {} weights; expected {}", snapshot.weights.size(), elements_),
                 "weights");
@@ -384,13 +428,14 @@ void ServerShard::restore(ShardSnapshot snapshot) {
   learned_at_ = version_ = snapshot.version;
   applied_ = snapshot.applied;
   weights_ = std::move(snapshot.weights);
+  momentum_ = std::move(snapshot.momentum);
   if (sends_updates_) residuals_.set(kResidual, snapshot.residual);
   progress_ = std::move(snapshot.progress);
   ready_ = true;
 }
 
 uint64_t ServerShard::bytes() const {
-  uint64_t bytes = 4 * (weights_.size() + sum_.size()) + residuals_.bytes();
+  uint64_t bytes = 4 * (weights_.size() + sum_.size() + momentum_.size()) + residuals_.bytes();
   for (const auto& [slot, update] : pending_) bytes += update.payload->size();
   for (const WorkerStatistics& one : waiting_) bytes += one.bytes.size();
   for (const Blob& blob : {down_, change_, whole_, tailed_.second})

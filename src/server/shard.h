@@ -7,6 +7,10 @@
 // quantised change; the server keeps the residual of that quantisation, and x is the sum of what was sent: exactly what
 // every worker holds.
 //
+// Where the signature says so, updates are gradients, and the shard makes the step itself: SGD with momentum over the
+// weights in full precision. So the momentum is that of all workers. It survives those that die, a worker that joins
+// finds it, and it is in the checkpoint.
+//
 // Codecs that learn do so here (shard_learning.h): up, from the statistics of the workers whose updates count; down,
 // from what this shard sends.
 #pragma once
@@ -14,6 +18,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -41,6 +46,7 @@ struct ShardSnapshot {
   std::vector<float> weights, residual;
   std::map<uint32_t, WorkerProgress> progress;  // by slot
   std::vector<std::byte> learned_up = {}, learned_down = {};
+  std::vector<float> momentum = {};  // of SGD
 };
 
 class ServerShard {
@@ -107,7 +113,9 @@ class ServerShard {
   std::vector<void*> pointers(std::vector<float>& values) const;
   double signed_sum_of(const std::vector<float>& values) const;
   std::span<float> residual() const;  // in the order of weights_; empty unless it sends updates
-  bool subtract_mean(uint32_t divisor);
+  float rate_of_step() const;
+  bool subtract_mean(uint32_t divisor, float rate);
+  bool descend(float divisor, float rate);
   void sum_pending();
   void drop_unusable(DroppedUpdates& dropped);
   const Blob& encoded(Blob& kept, Runner& runner);
@@ -120,11 +128,12 @@ class ServerShard {
 
   ShardLayout layout_;
   bool sends_updates_;
+  std::optional<ServerSgd> sgd_;  // of weights, not of a pool
   uint64_t seed_, elements_;
   std::vector<uint64_t> name_hashes_;
-  ShardReader reader_;      // of updates
-  ShardLearning learning_;  // of the codecs of updates
-  uint64_t learned_at_ = 0;  // the version from which on they use what they learned last
+  ShardReader reader_;                     // of updates
+  ShardLearning learning_;                 // of the codecs of updates
+  uint64_t learned_at_ = 0;                // the version from which on they use what they learned last
   std::vector<WorkerStatistics> waiting_;  // in the order in which they came
   ShardWriter writer_;
   Plan whole_plan_;
@@ -134,7 +143,7 @@ class ServerShard {
   uint64_t version_ = 0;
   uint32_t contributors_ = 0;
   double applied_ = 0;
-  std::vector<float> weights_, sum_;
+  std::vector<float> weights_, sum_, momentum_;
   ResidualStore residuals_{DType::f32, Device{}};  // of what goes down: one, with the elements of weights_
   std::vector<TensorSpec> residual_ranges_;        // where each range of the layout stands in it
   std::map<uint32_t, WorkerProgress> progress_;    // by slot

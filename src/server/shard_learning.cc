@@ -31,9 +31,9 @@ void check_codec(const Learner& learner, Direction direction) {
                             field, codec.str()),
                 field);
   if (direction == Direction::down && codec.has("schedule") && codec.get("schedule") == "rate")
-    throw Error(
-        ErrorKind::usage,
-        fmt::format("{} is {}, which follows the learning rate; a server does not know it", field, codec.str()), field);
+    throw Error(ErrorKind::usage,
+                fmt::format("{} is {}, which follows the learning rate; a server does not know it", field, codec.str()),
+                field);
 }
 
 uint64_t word_at(std::span<const std::byte> bytes) {
@@ -108,7 +108,7 @@ std::vector<std::span<const std::byte>> ShardLearning::split(std::span<const std
     statistics = statistics.subspan(sizeof(uint64_t));
     if (number < next || number >= entries_.size())
       malformed("statistics", fmt::format("a codec has the number {}; expected is {} to {}", number, next,
-                                       static_cast<int64_t>(entries_.size()) - 1));
+                                          static_cast<int64_t>(entries_.size()) - 1));
     const size_t bytes = entries_[number].learner.stats_bytes();
     if (statistics.size() < bytes)
       malformed("statistics", fmt::format("codec {} has {} bytes; expected are {}", number, statistics.size(), bytes));
@@ -124,7 +124,7 @@ void ShardLearning::check(std::span<const std::byte> statistics, uint64_t step, 
   for (size_t i = 0; i < parts.size(); ++i) {
     if (exact && entries_[i].due(step, step) == parts[i].empty())
       malformed("statistics", fmt::format("those of codec {} are {} at step {}", i,
-                                       parts[i].empty() ? "missing" : "not wanted", step));
+                                          parts[i].empty() ? "missing" : "not wanted", step));
     if (!parts[i].empty()) entries_[i].learner.check_stats(parts[i]);
   }
 }

@@ -18,6 +18,8 @@ server::Signature signature_of(const Settings& settings, std::vector<server::Var
   signature.buffers = std::move(buffers);
   signature.up = settings.up();
   signature.down = settings.down.empty() ? settings.up() : settings.down;
+  if (settings.optimizer == "sgd")
+    signature.sgd = {.momentum = settings.momentum, .weight_decay = settings.weight_decay};
   signature.sends_updates = settings.send == "updates";
   signature.pools = settings.moments == "shared";
   signature.seed = settings.seed;

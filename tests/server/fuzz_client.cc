@@ -108,8 +108,7 @@ class FuzzLink final : public Link {
 
   // What the codecs have learned, with some words changed.
   void learned(Frame& frame, Blob& payload, const ShardLayout& layout) {
-    std::vector<std::byte> state =
-        ShardLearning(specs_of(signature_, layout, ShardMessage::up), Direction::up).save();
+    std::vector<std::byte> state = ShardLearning(specs_of(signature_, layout, ShardMessage::up), Direction::up).save();
     const auto how = source_.next<uint8_t>();
     if (how & 8) state.resize(state.size() + how / 16 * 8);
     for (int i = 0; i < how % 8 && state.size() >= 8; ++i) {
@@ -134,7 +133,8 @@ class FuzzLink final : public Link {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Source source{data, size};
   const auto flags = source.next<uint8_t>();
-  const Signature signature = toy_signature(flags & 8 ? learning_codec(flags / 16) : "fp32", flags & 1 ? "unigrid:bits=8" : "fp32", flags & 2, flags & 4);
+  const Signature signature = toy_signature(flags & 8 ? learning_codec(flags / 16) : "fp32",
+                                            flags & 1 ? "unigrid:bits=8" : "fp32", flags & 2, flags & 4);
   std::vector<std::vector<float>> values, updates, buffers{std::vector<float>(3)};
   std::vector<float*> weights, second, kept{buffers[0].data()};
   std::vector<const float*> sent;

@@ -62,9 +62,9 @@ inline ToyUpdate encode_update(const server::Signature& signature, const server:
 
 // Codecs of updates that learn, and fit as often as they can.
 inline const char* learning_codec(uint8_t which) {
-  static constexpr const char* kCodecs[] = {"optquant:bits=3,refit=1", "casq:bits=2,refit=1",
-                                            "casq:mode=paper,rule=entropy,refit=1,start=1", "dqsgd:budget=4",
-                                            "rangefloat:bits=8,refit=1", "1d=casq:refit=1;*=optquant:refit=2"};
+  static constexpr const char* kCodecs[] = {
+      "optquant:bits=3,refit=1", "casq:bits=2,refit=1",       "casq:mode=paper,rule=entropy,refit=1,start=1",
+      "dqsgd:budget=4",          "rangefloat:bits=8,refit=1", "1d=casq:refit=1;*=optquant:refit=2"};
   return kCodecs[which % (sizeof kCodecs / sizeof *kCodecs)];
 }
 

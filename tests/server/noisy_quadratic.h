@@ -49,8 +49,7 @@ class NoisyQuadratic {
   void update(uint64_t worker, uint64_t step, const Tensors& at, Tensors& to) const {
     for (size_t i = 0; i < kTensors; ++i) {
       const uint64_t draw = mix64(seed_ ^ mix64(worker * kTensors + i + 1) ^ step << 20);
-      for (size_t k = 0; k < kElements; ++k)
-        to[i][k] = kRate * (at[i][k] - target(i, k) + noise(draw, i, k));
+      for (size_t k = 0; k < kElements; ++k) to[i][k] = kRate * (at[i][k] - target(i, k) + noise(draw, i, k));
     }
   }
   // A step without compression, of these workers.

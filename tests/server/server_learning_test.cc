@@ -107,8 +107,7 @@ void descend_over_reducer(const NoisyQuadratic& problem, const std::string& up, 
 std::vector<std::string> specs_that_learn() {
   std::vector<std::string> list;
   for (const CodecInfo& info : codecs())
-    if (const Codec codec = Codec::parse(info.example);
-        codec.traits().learns && !Learner(codec, kOneShard, 1).ahead())
+    if (const Codec codec = Codec::parse(info.example); codec.traits().learns && !Learner(codec, kOneShard, 1).ahead())
       list.push_back(info.example);
   list.insert(list.end(), {"casq:mode=paper", "casq:bits=2,start=5", "optquant:bits=2,mode=biased",
                            "fft:theta=0.5,schedule=step,until=9"});

@@ -161,8 +161,7 @@ TEST(ServerStatistics, OneWhoLiesLeavesTheOthersWithTablesThatWork) {
     for (uint64_t step = 0; step < 12; ++step) {
       EncodedUpdate update = encoded(signature, step);
       if (!update.statistics.empty()) lie(update.statistics, random);
-      Frame frame{
-          .kind = FrameKind::update, .step = step, .sequence = step + 1, .tail = update.statistics.size()};
+      Frame frame{.kind = FrameKind::update, .step = step, .sequence = step + 1, .tail = update.statistics.size()};
       liar.say(frame, update.payload());
       honest.work();
       Blob unused;
