@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a worker and the parameter server say to each other: frames, each a head of 96 bytes and a payload, which is a
-// message of the wire format (docs/wire-format.md) or a JSON text. Behind a message there may be a tail: statistics that
-// go up with an update, and what codecs have learned from them, which comes down with weights (shard_learning.h).
+// message of the wire format (docs/wire-format.md) or a JSON text. Behind a message there may be a tail: statistics go
+// up behind an update, and what codecs have learned from them comes down behind weights (shard_learning.h).
 // docs/server.md has the protocol in words. The transport keeps frames whole and in order; every reader treats them as
 // hostile.
 #pragma once

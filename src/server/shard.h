@@ -111,6 +111,7 @@ class ServerShard {
   void make_room();  // for the weights and their sum: not before the first ones come
   void decode(std::span<const std::byte> message, std::vector<float>& to, Write write);
   std::vector<void*> pointers(std::vector<float>& values) const;
+  std::vector<const void*> constant(std::vector<float>& values) const;
   double signed_sum_of(const std::vector<float>& values) const;
   std::span<float> residual() const;  // in the order of weights_; empty unless it sends updates
   float rate_of_step() const;
