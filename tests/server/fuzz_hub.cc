@@ -123,6 +123,7 @@ class Play {
       promise(!event.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).empty());
     };
     signature_ = toy_signature(more);
+    learns_ = more & 8;
     layouts_ = shard_layouts(signature_, kShardElements);
     remove_files();
     restart();
@@ -221,21 +222,26 @@ class Play {
   }
 
   // Statistics whose words are any number, behind an honest message.
-  ToyUpdate lying_update(size_t shard, uint64_t step) {
-    ToyUpdate update = encode_update(signature_, layouts_[shard % layouts_.size()], 0.5f, step);
+  void lying_update(size_t index) {
+    const std::shared_ptr<FuzzSession> session = sessions_[index];
+    const uint32_t shard = source_.next<uint8_t>() % layouts_.size();
+    ToyUpdate update = encode_update(signature_, layouts_[shard], 0.5f, session->version[shard]);
     std::vector<std::byte> bytes = *update.payload;
     const auto how = source_.next<uint8_t>();
     for (int i = 0; i <= how % 8 && update.tail >= 8; ++i) {
       const size_t word = source_.next<uint16_t>() % (update.tail / 8);
-      const auto shift = source_.next<uint8_t>() % 64;
-      const int64_t value = static_cast<int64_t>(source_.next<uint16_t>()) - 32768;
-      const int64_t number = static_cast<int64_t>(static_cast<uint64_t>(value) << shift);
+      const uint64_t number = static_cast<uint64_t>(source_.next<int16_t>()) << source_.next<uint8_t>() % 64;
       std::memcpy(bytes.data() + bytes.size() - update.tail + 8 * word, &number, sizeof number);
     }
     if (how & 64) bytes.resize(bytes.size() - std::min<size_t>(bytes.size(), source_.next<uint8_t>()));
     if (how & 128) update.tail = source_.next<uint16_t>();
-    update.payload = make_blob(std::move(bytes));
-    return update;
+    say(index,
+        {.kind = FrameKind::update,
+         .shard = shard,
+         .step = session->version[shard],
+         .sequence = ++session->sequence,
+         .tail = update.tail},
+        make_blob(std::move(bytes)));
   }
 
   std::string altered(std::string text) { return fuzz::altered(source_, std::move(text)); }
@@ -279,7 +285,7 @@ class Play {
     const auto code = source_.next<uint8_t>();
     const size_t index = code % kSessions;
     if (sessions_[index]->refused) vanish(index);
-    switch (code / kSessions % 21) {
+    switch (code / kSessions % 20) {
       case 0:
       case 1: {
         const std::string id = kIds[source_.next<uint8_t>() % kIds.size()];
@@ -305,6 +311,7 @@ class Play {
       case 9:
         return say(index, wild(FrameKind::initial), message(source_.next<uint8_t>(), ShardMessage::whole));
       case 10: {
+        if (learns_) return lying_update(index);
         const Frame frame = wild(FrameKind::update);
         return say(index, frame, message(frame.shard, ShardMessage::up));
       }
@@ -333,18 +340,6 @@ class Play {
       case 18: {  // any frame, or a text of any depth
         const auto kind = static_cast<FrameKind>(source_.next<uint8_t>() % 70);
         return say(index, wild(kind), blob_of(nested_json(source_)));
-      }
-      case 19: {
-        const std::shared_ptr<FuzzSession> session = sessions_[index];
-        const uint32_t shard = source_.next<uint8_t>() % layouts_.size();
-        const ToyUpdate update = lying_update(shard, session->version[shard]);
-        return say(index,
-                   {.kind = FrameKind::update,
-                    .shard = shard,
-                    .step = session->version[shard],
-                    .sequence = ++session->sequence,
-                    .tail = update.tail},
-                   update.payload);
       }
       default:
         return rare(source_.next<uint8_t>());
@@ -378,7 +373,7 @@ class Play {
   std::shared_ptr<Deliveries> deliveries_;
   std::array<std::shared_ptr<FuzzSession>, kSessions> sessions_;
   std::unique_ptr<ServerHub> hub_;
-  bool stopped_ = false, ticked_ = false, restarted_ = false;
+  bool learns_ = false, stopped_ = false, ticked_ = false, restarted_ = false;
 };
 
 }  // namespace
