@@ -53,11 +53,14 @@ void train_for_server(TrainingOptions& options) {
       throw Error(ErrorKind::usage,
                   fmt::format("{} is given; it is not allowed with --server, which decides it", name + 2), name + 2);
   if (!given("--optimizer")) options.settings.optimizer = "qadam";
-  if (options.settings.optimizer != "qadam")
-    throw Error(
-        ErrorKind::usage,
-        fmt::format("optimizer is {}; allowed is qadam, which all workers of a server run", options.settings.optimizer),
-        "optimizer");
+  if (options.settings.optimizer != "qadam" && options.settings.optimizer != "sgd")
+    throw Error(ErrorKind::usage,
+                fmt::format("optimizer is {}; allowed with --server are qadam, which every worker runs, and sgd, which "
+                            "the server runs",
+                            options.settings.optimizer),
+                "optimizer");
+  // The server has the momentum and the weights in full precision; their codec is the user's choice.
+  if (options.settings.optimizer == "sgd" && !given("--down")) options.settings.down = "fp32";
   fill_in(options);
   if (options.server.name.empty()) {
     char host[256] = "worker";

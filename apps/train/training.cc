@@ -71,7 +71,8 @@ void add_training(CLI::App& command, TrainingOptions& options) {
        "Codecs of tensors that match a pattern, e.g. '1d=fp32;*.bias=fp32'; the others use --codec");
   text("--down", s.down, "SPEC",
        "Codec of the means with --collective scatter; default: the codec of the gradients, rounding to nearest. "
-       "Codec of the weights with --optimizer qadam; default: unigrid:bits=8");
+       "Codec of the weights with --optimizer qadam, default: unigrid:bits=8, and with --server and --optimizer sgd, "
+       "default: fp32");
   add_choice(command, "--feedback", s.feedback, {"codec", "on", "off"},
              "Error feedback; codec: on for the codecs that need it");
   add_choice(command, "--residual", s.residual, {"f32", "bf16"},
@@ -92,7 +93,7 @@ void add_training(CLI::App& command, TrainingOptions& options) {
   number("--momentum", s.momentum, "Momentum, for sgd");
   number("--weight-decay", s.weight_decay, "Weight decay");
   number("--clip", s.clip,
-         "Clip the norm of the mean gradient (qadam: of each worker's gradient) to X; 0: do not clip");
+         "Clip the norm of the mean gradient (qadam and --server: of each worker's gradient) to X; 0: do not clip");
   add_choice(command, "--schedule", s.schedule, {"constant", "step", "cosine", "theory"},
              "How the learning rate decreases; theory, for qadam: with the square root of the step");
   number("--warmup", s.warmup, "Epochs during which the learning rate rises linearly");

@@ -53,6 +53,11 @@ class Learner {
 
   size_t stats_bytes() const;                 // the same on all ranks
   void take_stats(std::span<std::byte> out);  // and forgets them
+  // For statistics from a peer that is not trusted: throws Error{frame, "statistics"} unless learn() can take them
+  // together with those of kMostPooled - 1 others. That is a matter of sizes and ranges. A peer can still lie within
+  // them, and learn() then throws an Error and keeps the table, or makes a table that is valid and useless.
+  void check_stats(std::span<const std::byte> stats) const;
+  static constexpr size_t kMostPooled = 128;
   void learn(uint64_t step, std::span<const std::span<const std::byte>> ranks);
 
   std::string plan() const;  // what the codec plans with, in a line for people; mostly empty

@@ -21,6 +21,13 @@ namespace {
 // A sample of 2^18 elements per step: small against a gradient, large against the few numbers that are learned from it.
 constexpr uint64_t kSampleBlocks = 256;
 
+// No rank counts more than this. The largest sums are casq's, of squares: 2^18 elements of a mean square of 1, in units
+// of 2^-24 and with weights up to 2^12, make 2^54.
+constexpr int64_t kMostCount = int64_t{1} << 55;
+static_assert(kMostCount <= INT64_MAX / static_cast<int64_t>(Learner::kMostPooled));
+// The squares of the least and of the greatest f32 are 2^-298 and 2^256, and a sum of 2^40 of them is beyond neither.
+constexpr int64_t kMostExponent = 512;
+
 // A codec that scales a tensor, or a rank's shard of it, as a whole is fitted to values in units of that scale. Its
 // sample consists of blocks all over the tensor, and those of one tensor are one unit.
 bool whole_units(const Codec& codec) { return scheme_of(codec).unit == 0; }
@@ -168,6 +175,21 @@ void Learner::take_stats(std::span<std::byte> out) {
   std::memcpy(out.data(), &all.exponent, sizeof(int64_t));
   std::memcpy(out.data() + sizeof(int64_t), all.counts.data(), all.counts.size() * sizeof(int64_t));
   state_->seen.clear();
+}
+
+void Learner::check_stats(std::span<const std::byte> stats) const {
+  const auto refuse = [](const std::string& words) {
+    throw Error(ErrorKind::frame, "bad statistics: " + words, "statistics");
+  };
+  if (stats.size() != stats_bytes())
+    refuse(fmt::format("they have {} bytes; {} has {}", stats.size(), base().name(), stats_bytes()));
+  std::vector<int64_t> words(stats.size() / sizeof(int64_t));
+  std::copy(stats.begin(), stats.end(), std::as_writable_bytes(std::span(words)).begin());
+  if (words[0] != FitStats::kNone && (words[0] < -kMostExponent || words[0] > kMostExponent))
+    refuse(fmt::format("their exponent is {}; allowed are {} to {}", words[0], -kMostExponent, kMostExponent));
+  for (size_t i = 1; i < words.size(); ++i)
+    if (words[i] < -kMostCount || words[i] > kMostCount)
+      refuse(fmt::format("count {} is {}; allowed are magnitudes up to {}", i - 1, words[i], kMostCount));
 }
 
 void Learner::learn(uint64_t step, std::span<const std::span<const std::byte>> ranks) {

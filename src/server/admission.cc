@@ -117,6 +117,9 @@ std::shared_ptr<ServerModel> Admission::make_model(const Signature& signature) c
     throw Error(ErrorKind::usage, "updates down need steps: this server has none (--mode async); send weights", "mode");
   if (signature.pools && context_.options.async)
     throw Error(ErrorKind::usage, "shared moments need steps: this server has none (--mode async)", "mode");
+  if (signature.sgd && context_.options.async)
+    throw Error(ErrorKind::usage,
+                "the momentum of sgd needs steps: this server has none (--mode async); use --optimizer qadam", "mode");
   auto model = std::make_shared<ServerModel>(signature, context_.options.shard_elements);
   if (!context_.options.init.empty()) read_init(*model);
   return model;

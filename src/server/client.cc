@@ -47,12 +47,14 @@ void Client::make_shards() {
   weight_shards_ = options_.signature.pools ? layouts_.size() / 2 : layouts_.size();
   const Device device{.threads = options_.threads};
   for (const ShardLayout& layout : layouts_) {
-    ClientShard shard;
-    shard.up_plan = std::make_unique<Plan>(specs_of(options_.signature, layout, ShardMessage::up));
-    shard.down_plan = std::make_unique<Plan>(specs_of(options_.signature, layout, ShardMessage::down));
-    shard.whole_plan = std::make_unique<Plan>(specs_of(options_.signature, layout, ShardMessage::whole));
-    shard.up = make_runner(*shard.up_plan, device);
-    shard.down = make_runner(*shard.down_plan, device);
+    const auto specs = [&](ShardMessage message) { return specs_of(options_.signature, layout, message); };
+    ClientShard shard{.up = ShardWriter(specs(ShardMessage::up), Direction::up, device),
+                      .refunds = ShardReader(specs(ShardMessage::up), device),
+                      .down = ShardReader(specs(ShardMessage::down), device),
+                      .whole_plan = std::make_unique<Plan>(specs(ShardMessage::whole)),
+                      .whole = nullptr,
+                      .tally = {},
+                      .pooled = nullptr};
     shard.whole = make_runner(*shard.whole_plan, device);
     shards_.push_back(std::move(shard));
   }
@@ -98,7 +100,7 @@ uint64_t Client::step() const { return async_ ? local_step_ : shards_[0].at; }
 
 double Client::bits() const {
   uint64_t bytes = 0;
-  for (size_t p = 0; p < weight_shards_; ++p) bytes += shards_[p].up_plan->message_bytes();
+  for (size_t p = 0; p < weight_shards_; ++p) bytes += shards_[p].up.message_bytes();
   return 8.0 * static_cast<double>(bytes) / static_cast<double>(std::max<uint64_t>(1, options_.signature.elements()));
 }
 
@@ -116,13 +118,21 @@ void Client::encode_shard(SentUpdate& update, size_t p, std::span<const float* c
     in.push_back(values.data());
   }
   if (!std::isfinite(shard.tally.squares)) throw Error(ErrorKind::usage, "an update is not finite", "updates");
-  std::vector<std::byte> message(shard.up_plan->message_bytes());
-  const auto begun = residuals_.begin(Direction::up, sent.step, shard.up_plan->tensors(), 1.0f);
-  shard.up->encode(in,
-                   {.seed = options_.signature.seed, .step = sent.step, .stage = 0, .rank = slot_, .world = slot_ + 1},
-                   message, &begun->residuals);
+  Runner& runner = shard.up.runner(sent.step, rate_);
+  std::vector<std::byte> message(shard.up.message_bytes());
+  const auto begun = residuals_.begin(Direction::up, sent.step, runner.plan().tensors(), 1.0f);
+  runner.encode(in, {.seed = options_.signature.seed, .step = sent.step, .stage = 0, .rank = slot_, .world = slot_ + 1},
+                message, &begun->residuals);
+  // Without steps a worker does not meet every version: it makes up for those that it has passed over.
+  const uint64_t first = async_ ? std::min(shard.observed, sent.step) : sent.step;
+  const std::vector<std::byte> statistics =
+      shard.up.learning().observe(runner, first, sent.step, in, &begun->residuals, message);
+  shard.observed = sent.step + 1;
   // The residual counts as spent from here on. Should the server refuse the update, refund() gives it back.
   residuals_.commit(sent.step);
+  message.insert(message.end(), statistics.begin(), statistics.end());
+  sent.tail = statistics.size();
+  sent.rate = options_.signature.sgd ? static_cast<float>(rate_) : 0.0f;
   shard.tally.residual = residual_sum(p);
   sent.message = make_blob(std::move(message));
   sent.tally = shard.tally;
@@ -134,7 +144,8 @@ void Client::refund(SentUpdate& update, size_t p) {
   ClientShard& shard = shards_[p];
   SentShard& sent = update.shards[p];
   const double before = residual_sum(p);
-  shard.up->decode(*sent.message, ranges_of<void*>(p, residual_pointers()), Write::add);
+  const auto message = std::span(*sent.message).first(sent.message->size() - sent.tail);
+  shard.refunds.runner(message).decode(message, ranges_of<void*>(p, residual_pointers()), Write::add);
   shard.tally.residual = residual_sum(p);
   log_.add_to_later_tallies(update, p, shard.tally.residual - before);
   sent.state = SentShard::State::refunded;
@@ -169,6 +180,8 @@ void Client::ask(size_t p, uint64_t target, bool replay) {
       frame.kind = FrameKind::update;
       frame.sequence = update->sequence;
       frame.tally = sent.tally;
+      frame.rate = sent.rate;
+      frame.tail = sent.tail;
       if (replay || !log_.is_newest(*update)) frame.flags = kQuiet;  // weights of steps that are over are of no use
       payload = sent.message;
     }
@@ -256,9 +269,9 @@ void Client::pool(std::span<float* const> second) {
   resend_pooled_ = false;  // no worker waits for the round before, or this one would not have begun
   for (size_t p = weight_shards_; p < layouts_.size(); ++p) {
     ClientShard& shard = shards_[p];
-    std::vector<std::byte> message(shard.up_plan->message_bytes());
-    shard.up->encode(ranges_of<const void*>(p, second), {.step = shard.round, .rank = slot_, .world = slot_ + 1},
-                     message);
+    Runner& runner = shard.up.runner(shard.round);
+    std::vector<std::byte> message(shard.up.message_bytes());
+    runner.encode(ranges_of<const void*>(p, second), {.step = shard.round, .rank = slot_, .world = slot_ + 1}, message);
     shard.pooled = make_blob(std::move(message));
     shard.pooled_round = shard.round;
     shard.pooled_sequence = sequence;
@@ -348,7 +361,8 @@ void Client::send_residual(uint64_t sequence) {
           .shard = static_cast<uint32_t>(p),
           .step = shard.version,
           .sequence = sequence,
-          .tally = tally},
+          .tally = tally,
+          .rate = options_.signature.sgd ? static_cast<float>(rate_) : 0.0f},
          make_blob(std::move(message)));
   }
 }

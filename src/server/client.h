@@ -6,7 +6,8 @@
 //   late         its step was closed without it: it goes back into the residual, and out again with later updates
 //
 // A connection that breaks is made anew; exchange() returns when the next weights are here, however long that takes
-// within `patience_s`. A Client is not for several threads.
+// within `patience_s`. Codecs that learn use what the server has made of the statistics of all workers
+// (shard_learning.h). A Client is not for several threads.
 #pragma once
 
 #include <chrono>
@@ -24,6 +25,7 @@
 #include "gradwire/runner.h"
 #include "server/link.h"
 #include "server/replay_log.h"
+#include "server/shard_coders.h"
 #include "server/signature.h"
 
 namespace gradwire::server {
@@ -53,6 +55,8 @@ class Client {
   uint64_t join(std::span<float* const> weights);
   // In: this worker's updates, without the residual, all finite. Out: the weights of the next step, which is returned.
   uint64_t exchange(std::span<const float* const> updates, std::span<float* const> weights);
+  // The learning rate of the next step, for codecs that follow it and for a server that runs SGD.
+  void set_rate(double rate) { rate_ = rate; }
   uint64_t skip(std::span<float* const> weights);  // a step for which this worker has nothing to send
   // In: second moments. Out: their mean over the workers.
   void pool(std::span<float* const> second);
@@ -77,8 +81,11 @@ class Client {
 
  private:
   struct ClientShard {
-    std::unique_ptr<Plan> up_plan, down_plan, whole_plan;
-    std::unique_ptr<Runner> up, down, whole;
+    ShardWriter up;             // learns: it has from the server what all workers have learned
+    ShardReader refunds, down;  // of updates that come back, and of weights
+    std::unique_ptr<Plan> whole_plan;
+    std::unique_ptr<Runner> whole;
+    uint64_t observed = 0;  // async: the step after the last one that statistics were looked for at
     uint64_t version = 0;   // the server's, as last heard
     uint64_t at = kNone;    // the step of the weights that are here
     uint64_t held = kNone;  // the same, if they came from this process of the server
@@ -138,7 +145,8 @@ class Client {
   uint64_t sequence_ = 0, run_ = 0, shard_elements_ = 0;
   std::optional<SteadyClock::time_point> until_;  // while it leaves: when to give up
   bool resend_pooled_ = false;                    // a restarted server may lack a round that others still wait for
-  uint64_t local_step_ = 0;                       // async: this worker's own count
+  double rate_ = 0;
+  uint64_t local_step_ = 0;  // async: this worker's own count
   uint32_t slot_ = 0;
   bool async_ = false, owns_buffers_ = false, joined_ = false, initial_ = false, gone_ = false;
   Plan buffer_plan_;

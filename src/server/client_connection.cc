@@ -184,11 +184,13 @@ void Client::take_weights(const Frame& frame, const Blob& payload, std::span<flo
   // A change can only be added to the step before it. One that does not fit is ignored: the next request says what this
   // worker holds, and the server answers it with all of the weights.
   const bool fits = !change || (shard.held != kNone && shard.held + 1 == frame.step);
+  const std::span<const std::byte> message = message_part(frame, payload);
   try {
     if (whole)
-      shard.whole->decode(*payload, to);
+      shard.whole->decode(message, to);
     else if (fits)
-      shard.down->decode(*payload, to, change ? Write::add : Write::set);
+      shard.down.runner(message).decode(message, to, change ? Write::add : Write::set);
+    if (fits && frame.tail > 0) shard.up.learning().restore(tail_part(frame, payload));
     if (fits) shard.at = shard.held = frame.step;
   } catch (const Error& error) {
     throw LinkLost(fmt::format("weights from the server: {}", error.what()));

@@ -3,7 +3,7 @@
 //
 //   0 magic "GWPS"   4 protocol u16   6 kind u8   7 status u8   8 shard u32   12 contributors u32   16 step u64
 //   24 sequence u64   32 held u64   40 payload bytes u64   48 computed f64   56 squares f64   64 residual f64
-//   72 flags u8, 7 zeros   80 zero u64   88 check u64: XXH64 of the 88 bytes before it
+//   72 flags u8, 3 zeros   76 rate f32   80 tail bytes u64   88 check u64: XXH64 of the 88 bytes before it
 #include "server/frame.h"
 
 #include <fmt/format.h>
@@ -19,6 +19,7 @@ namespace gradwire::server {
 namespace {
 
 constexpr uint32_t kFrameMagic = 0x53505747u;  // "GWPS"
+constexpr float kMostRate = 1e6f;
 
 template <class T>
 void put(std::byte* at, T value) {
@@ -54,6 +55,14 @@ Blob text_blob(const nlohmann::json& text) {
   return make_blob(std::move(bytes));
 }
 
+std::span<const std::byte> message_part(const Frame& frame, const Blob& payload) {
+  return std::span(*payload).first(payload->size() - frame.tail);
+}
+
+std::span<const std::byte> tail_part(const Frame& frame, const Blob& payload) {
+  return std::span(*payload).last(frame.tail);
+}
+
 std::array<std::byte, kFrameHead> write_head(const Frame& frame, size_t payload_bytes) {
   std::array<std::byte, kFrameHead> head{};
   std::byte* at = head.data();
@@ -71,6 +80,8 @@ std::array<std::byte, kFrameHead> write_head(const Frame& frame, size_t payload_
   put(at + 56, frame.tally.squares);
   put(at + 64, frame.tally.residual);
   put(at + 72, frame.flags);
+  put(at + 76, frame.rate);
+  put(at + 80, frame.tail);
   put(at + 88, uint64_t{XXH64(at, 88, 0)});
   return head;
 }
@@ -93,6 +104,8 @@ Frame read_frame_head(std::span<const std::byte> bytes, size_t payload_bytes) {
   frame.held = get<uint64_t>(at + 32);
   frame.tally = {get<double>(at + 48), get<double>(at + 56), get<double>(at + 64)};
   frame.flags = get<uint8_t>(at + 72);
+  frame.rate = get<float>(at + 76);
+  frame.tail = get<uint64_t>(at + 80);
   if (!known(frame.kind)) refuse("kind", fmt::format("is {}, which is unknown", static_cast<int>(frame.kind)));
   if (frame.status > UpdateStatus::corrupt)
     refuse("status", fmt::format("is {}, which is unknown", static_cast<int>(frame.status)));
@@ -100,6 +113,11 @@ Frame read_frame_head(std::span<const std::byte> bytes, size_t payload_bytes) {
     refuse("flags", fmt::format("are {}, which are unknown", frame.flags));
   if (const auto said = get<uint64_t>(at + 40); said != payload_bytes)
     refuse("payload", fmt::format("has {} bytes; the head says {}", payload_bytes, said));
+  if (!(frame.rate >= 0 && frame.rate <= kMostRate))
+    refuse("rate", fmt::format("is {}; allowed are 0 to {}", frame.rate, kMostRate));
+  if (frame.tail > payload_bytes ||
+      (frame.tail > 0 && frame.kind != FrameKind::update && frame.kind != FrameKind::weights))
+    refuse("tail", fmt::format("has {} bytes of {}; only an update and weights have one", frame.tail, payload_bytes));
   if (!std::isfinite(frame.tally.computed) || !std::isfinite(frame.tally.squares) ||
       !std::isfinite(frame.tally.residual))
     refuse("tally", "is not finite");

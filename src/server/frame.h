@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a worker and the parameter server say to each other: frames, each a head of 96 bytes and a payload, which is a
-// message of the wire format (docs/wire-format.md) or a JSON text. docs/server.md has the protocol in words. The
-// transport keeps frames whole and in order; every reader treats them as hostile.
+// message of the wire format (docs/wire-format.md) or a JSON text. Behind a message there may be a tail: statistics go
+// up behind an update, and what codecs have learned from them comes down behind weights (shard_learning.h).
+// docs/server.md has the protocol in words. The transport keeps frames whole and in order; every reader treats them as
+// hostile.
 #pragma once
 
 #include <array>
@@ -15,7 +17,7 @@
 
 namespace gradwire::server {
 
-inline constexpr uint16_t kProtocol = 1;
+inline constexpr uint16_t kProtocol = 2;
 inline constexpr size_t kFrameHead = 96;
 inline constexpr size_t kMaxFrame = size_t{64} << 20;  // bytes; shards are small enough that no message comes near it
 inline constexpr size_t kMaxText = size_t{16} << 20;
@@ -78,11 +80,17 @@ struct Frame {
   uint64_t sequence = 0;  // of the update that is sent or answered
   uint64_t held = kNone;  // worker: the step of the weights it holds of this shard. Server: the step on disk
   Tally tally = {};
+  float rate = 0;     // update, residual: the learning rate, where the server runs SGD
+  uint64_t tail = 0;  // update, weights: bytes at the end of the payload that are not of its message
 };
 
 using Blob = std::shared_ptr<const std::vector<std::byte>>;
 Blob make_blob(std::vector<std::byte> bytes);
 Blob text_blob(const nlohmann::json& text);
+
+// The two parts of the payload of a frame whose head has been read.
+std::span<const std::byte> message_part(const Frame& frame, const Blob& payload);
+std::span<const std::byte> tail_part(const Frame& frame, const Blob& payload);
 
 std::array<std::byte, kFrameHead> write_head(const Frame& frame, size_t payload_bytes);
 // Throws Error{frame} naming the field.

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <span>
 #include <string_view>
 #include <unordered_map>
 
@@ -19,6 +20,8 @@ constexpr uint64_t kMaxVersion = uint64_t{1} << 62;  // no run comes near it, an
 
 std::string pool_name(size_t shard) { return fmt::format("gradwire.pool.{}", shard); }
 std::string residual_name(size_t shard) { return fmt::format("gradwire.owed.{}", shard); }
+
+std::string momentum_name(size_t shard) { return fmt::format("gradwire.momentum.{}", shard); }
 
 // A list of arrays by their names. A model may have 100,000 of them, so none is searched for from the beginning.
 class ArrayIndex {
@@ -38,6 +41,21 @@ class ArrayIndex {
 
 StoredArray flat_array(std::string name, const std::vector<float>& values) {
   return {std::move(name), {static_cast<int64_t>(values.size())}, values};
+}
+
+// What codecs have learned is small, and a multiple of 8 bytes: the state text has it as numbers.
+json words_of(const std::vector<std::byte>& bytes) {
+  std::vector<uint64_t> words(bytes.size() / sizeof(uint64_t));
+  std::copy_n(bytes.begin(), words.size() * sizeof(uint64_t), std::as_writable_bytes(std::span(words)).begin());
+  return words;
+}
+
+std::vector<std::byte> bytes_of_words(const json& part, const char* key) {
+  const auto found = part.find(key);
+  if (found == part.end()) return {};  // of a codec that learns nothing, or of an earlier version
+  const auto words = found->get<std::vector<uint64_t>>();
+  const auto bytes = std::as_bytes(std::span(words));
+  return {bytes.begin(), bytes.end()};
 }
 
 WorkerRow row_of(const WorkerRecord& worker, const ModelCopy& copy) {
@@ -114,6 +132,8 @@ void restore_shards(const ServerState& state, ServerModel& model, std::vector<Sh
                   fmt::format("bad state: parts[{}].version is {}; allowed are 0 to 2^62", p, shard.version),
                   "version");
     shard.applied = parts.at(p).at("applied").get<double>();
+    shard.learned_up = bytes_of_words(parts.at(p), "learned_up");
+    shard.learned_down = bytes_of_words(parts.at(p), "learned_down");
     const json& forgotten = state.extra.at("forgotten").at(p);
     const Tally tally = {forgotten.at(0).get<double>(), forgotten.at(1).get<double>(), forgotten.at(2).get<double>()};
     shard.progress[kForgotten].tally = tally;
@@ -121,6 +141,7 @@ void restore_shards(const ServerState& state, ServerModel& model, std::vector<Sh
       model.tallies[p][kForgotten] = tally;
       shard.weights = layout.gather(values);
       if (model.signature.sends_updates) shard.residual = others.find(residual_name(p)).values;
+      if (model.signature.sgd) shard.momentum = others.find(momentum_name(p)).values;
     } else {
       shard.weights = others.find(pool_name(p)).values;
     }
@@ -160,6 +181,8 @@ ServerState copied_arrays(const ServerModel& model, const ModelCopy& copy) {
   for (size_t p = 0; p < model.layouts.size(); ++p) {
     const ShardSnapshot& shard = copy.shards[p];
     parts.push_back({{"version", shard.version}, {"applied", shard.applied}});
+    if (!shard.learned_up.empty()) parts.back()["learned_up"] = words_of(shard.learned_up);
+    if (!shard.learned_down.empty()) parts.back()["learned_down"] = words_of(shard.learned_down);
     if (model.layouts[p].role == ShardRole::pool) {
       state.others.push_back(flat_array(pool_name(p), shard.weights));
       continue;
@@ -171,6 +194,7 @@ ServerState copied_arrays(const ServerModel& model, const ModelCopy& copy) {
       from += static_cast<std::ptrdiff_t>(range.count);
     }
     if (!shard.residual.empty()) state.others.push_back(flat_array(residual_name(p), shard.residual));
+    if (!shard.momentum.empty()) state.others.push_back(flat_array(momentum_name(p), shard.momentum));
   }
   for (size_t i = 0; i < values.size(); ++i)
     state.weights.push_back(

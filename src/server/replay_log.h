@@ -24,8 +24,10 @@ struct SentShard {
   State state = State::open;
   uint64_t step = 0;        // of the weights that it was computed at
   uint64_t applied_at = 0;  // the version that has it
-  Blob message;             // null before it is encoded, and after a refund
+  Blob message;             // null before it is encoded, and after a refund; with its tail
+  uint64_t tail = 0;        // of its bytes: statistics
   Tally tally;
+  float rate = 0;
 };
 
 struct SentUpdate {

@@ -9,30 +9,27 @@
 #include "core/bits.h"
 #include "core/check.h"
 #include "gradwire/error.h"
-#include "gradwire/message.h"
 #include "server/ledger.h"
 
 namespace gradwire::server {
 namespace {
 
-constexpr size_t kReaders = 4;
 const ResidualKey kResidual{Direction::down, "", 0};
-
-std::vector<const void*> constant(const std::vector<void*>& list) { return {list.begin(), list.end()}; }
 
 }  // namespace
 
 ServerShard::ServerShard(const Signature& signature, const ShardLayout& layout)
     : layout_(layout),
       sends_updates_(signature.sends_updates && layout.role == ShardRole::weights),
+      sgd_(layout.role == ShardRole::weights ? signature.sgd : std::nullopt),
       seed_(signature.seed),
       elements_(layout.elements()),
-      up_(specs_of(signature, layout, ShardMessage::up)),
-      down_plan_(specs_of(signature, layout, ShardMessage::down)),
+      reader_(specs_of(signature, layout, ShardMessage::up)),
+      learning_(reader_.specs(), Direction::up),
+      writer_(specs_of(signature, layout, ShardMessage::down), Direction::down, {}),
       whole_plan_(specs_of(signature, layout, ShardMessage::whole)),
-      down_runner_(make_runner(down_plan_, {})),
       whole_runner_(make_runner(whole_plan_, {})) {
-  for (const TensorSpec& spec : up_) name_hashes_.push_back(hash_name(spec.name));
+  for (const TensorSpec& spec : reader_.specs()) name_hashes_.push_back(hash_name(spec.name));
   uint64_t first = 0;
   for (const ParameterRange& range : layout.ranges) {
     residual_ranges_.push_back({.name = kResidual.name, .count = range.count, .codec = {}, .first = first});
@@ -44,6 +41,7 @@ ServerShard::ServerShard(const Signature& signature, const ShardLayout& layout)
 void ServerShard::make_room() {
   if (sum_.size() == elements_) return;
   weights_.resize(elements_);
+  if (sgd_) momentum_.resize(elements_);
   if (sends_updates_ && !residuals_.holds(kResidual, elements_)) residuals_.add(kResidual, elements_);
   sum_.resize(elements_);  // the last one: it tells that all are there
 }
@@ -56,6 +54,11 @@ std::vector<void*> ServerShard::pointers(std::vector<float>& values) const {
     at += range.count;
   }
   return list;
+}
+
+std::vector<const void*> ServerShard::constant(std::vector<float>& values) const {
+  const std::vector<void*> list = pointers(values);
+  return {list.begin(), list.end()};
 }
 
 double ServerShard::signed_sum_of(const std::vector<float>& values) const {
@@ -90,40 +93,8 @@ void ServerShard::set(std::span<const float> values) {
 
 // ---- Messages of workers
 
-// What a message says about its codecs is believed only if they are the codecs of the signature, perhaps with other
-// tables: a codec that learns refits them, and the table travels with the message.
-ServerShard::MessageReader& ServerShard::reader_for(std::span<const std::byte> message) {
-  const Head head = read_head(message, {.max_elements = elements_, .max_tensors = static_cast<uint32_t>(up_.size())});
-  if (head.tensors.size() != up_.size())
-    throw Error(ErrorKind::frame,
-                fmt::format("bad message: it has {} tensors; expected {}", head.tensors.size(), up_.size()), "tensors");
-  std::vector<Codec> codecs;
-  for (const TensorSpec& tensor : head.tensors) codecs.push_back(tensor.codec);
-  // Building a plan is expensive, so the readers that were used last are kept.
-  for (size_t i = 0; i < readers_.size(); ++i)
-    if (readers_[i].codecs == codecs) {
-      std::rotate(readers_.begin(), readers_.begin() + static_cast<std::ptrdiff_t>(i),
-                  readers_.begin() + static_cast<std::ptrdiff_t>(i) + 1);
-      return readers_.front();
-    }
-  std::vector<TensorSpec> specs = up_;
-  for (size_t i = 0; i < specs.size(); ++i) {
-    if (codecs[i].wire_spec() != specs[i].codec.wire_spec())
-      throw Error(ErrorKind::frame,
-                  fmt::format("bad message: tensor[{}] is coded by {}; expected {}", i, codecs[i].wire_spec(),
-                              specs[i].codec.wire_spec()),
-                  "spec");
-    specs[i].codec = codecs[i];
-  }
-  MessageReader reader{codecs, std::make_unique<Plan>(std::move(specs)), nullptr};
-  reader.runner = make_runner(*reader.plan, {});
-  if (readers_.size() == kReaders) readers_.pop_back();
-  readers_.insert(readers_.begin(), std::move(reader));
-  return readers_.front();
-}
-
-void ServerShard::decode(const Blob& message, std::vector<float>& to, Write write) {
-  reader_for(*message).runner->decode(*message, pointers(to), write);
+void ServerShard::decode(std::span<const std::byte> message, std::vector<float>& to, Write write) {
+  reader_.runner(message).decode(message, pointers(to), write);
 }
 
 bool ServerShard::has_applied(uint32_t slot, uint64_t sequence) const {
@@ -138,131 +109,31 @@ void ServerShard::forget(uint32_t slot) {
   progress_.erase(found);
 }
 
-UpdateStatus ServerShard::submit(uint32_t slot, const Frame& frame, Blob message) {
+UpdateStatus ServerShard::submit(uint32_t slot, const Frame& frame, Blob payload) {
   if (has_applied(slot, frame.sequence)) return UpdateStatus::again;
   if (frame.step < version_) return UpdateStatus::late;
   const bool pool = layout_.role == ShardRole::pool;
   if (frame.step > version_ && (!pool || frame.step - version_ > kMaxAhead)) return UpdateStatus::early;
-  try {  // what the head says is refused at once; the body is read once, by close()
-    reader_for(*message);
+  try {  // what the head says is refused at once, as are statistics; the body is read once, by close()
+    reader_.runner(message_part(frame, payload));
+    learning_.check(tail_part(frame, payload), frame.step, true);
   } catch (const Error&) {
     return UpdateStatus::corrupt;
   }
   make_room();
   if (frame.step > version_) std::erase_if(pending_, [](const auto& one) { return one.second.resent; });
   version_ = frame.step;
-  pending_[slot] = {frame.sequence, frame.tally, std::move(message), pool && (frame.flags & kQuiet)};
+  pending_[slot] = {frame, std::move(payload), pool && (frame.flags & kQuiet)};
   return UpdateStatus::none;
 }
 
-// ---- Arithmetic
-
-// Floating-point sums depend on their order, which is that of the slots, whatever order messages arrive in.
-void ServerShard::sum_pending() {
-  Write write = Write::set;
-  for (const auto& [slot, update] : pending_) {
-    decode(update.message, sum_, write);
-    write = Write::add;
-  }
-}
-
-// Decodes each pending update alone, to find those that cannot be read or are not finite.
-void ServerShard::drop_unusable(std::vector<std::pair<uint32_t, UpdateStatus>>& dropped) {
-  std::vector<float> alone(elements_);
-  std::erase_if(pending_, [&](const auto& one) {
-    try {
-      decode(one.second.message, alone, Write::set);
-      if (std::isfinite(signed_sum_of(alone))) return false;
-    } catch (const Error&) {
-    }
-    dropped.emplace_back(one.first, UpdateStatus::corrupt);
-    return true;
-  });
-}
-
-ServerShard::ClosedStep ServerShard::close() {
-  ClosedStep result;
-  make_room();
-  // Nearly always all updates are fine, so they are decoded straight into the sum; the sum tells whether they were.
-  double sum = 0;
-  try {
-    sum_pending();
-    sum = pending_.empty() ? 0 : signed_sum_of(sum_);
-  } catch (const Error&) {
-    sum = std::nan("");
-  }
-  if (!std::isfinite(sum)) {
-    drop_unusable(result.updates);
-    sum_pending();
-    sum = pending_.empty() ? 0 : signed_sum_of(sum_);
-  }
-  contributors_ = static_cast<uint32_t>(pending_.size());
-  if (!pending_.empty() && (!std::isfinite(sum) || !subtract_mean(contributors_))) {
-    // Each is finite, but their sum or the new weights are not: none of them can count.
-    for (const auto& [slot, update] : pending_) result.updates.emplace_back(slot, UpdateStatus::corrupt);
-    contributors_ = 0;
-    pending_.clear();
-  }
-  result.contributors = contributors_;
-  for (const auto& [slot, update] : pending_) {
-    progress_[slot] = {update.sequence, update.tally};
-    result.updates.emplace_back(slot, UpdateStatus::applied);
-  }
-  if (!pending_.empty() && layout_.role == ShardRole::weights) applied_ += sum;
-  pending_.clear();
-  ++version_;
-  begin_version();
-  return result;
-}
-
-// Applies sum_ / divisor. False, and nothing is changed, if the weights would not stay finite.
-bool ServerShard::subtract_mean(uint32_t divisor) {
-  const float by = static_cast<float>(divisor);
-  if (layout_.role == ShardRole::pool) {
-    for (size_t i = 0; i < weights_.size(); ++i) weights_[i] = sum_[i] / by;
-    return true;
-  }
-  // The largest bit pattern of an absolute value tells whether all values are finite, without a branch in the loop.
-  uint32_t top = 0;
-  if (sends_updates_) {
-    // begin_version() adds the residual, quantises and adds the result to the weights. The grid of a codec may go a
-    // little beyond its input: the factor of 4 is room for all of that.
-    const std::span<const float> left = residual();
-    for (size_t i = 0; i < weights_.size(); ++i)
-      top = std::max(top, float_bits(4 * (std::fabs(weights_[i]) + std::fabs(left[i]) + std::fabs(sum_[i] / by))));
-    if (top >= kInfBits) return false;
-    for (size_t i = 0; i < weights_.size(); ++i) sum_[i] = -(sum_[i] / by);
-    return true;
-  }
-  for (size_t i = 0; i < weights_.size(); ++i) {
-    sum_[i] = weights_[i] - sum_[i] / by;
-    top = std::max(top, float_bits(sum_[i]) & 0x7fffffffu);
-  }
-  if (top >= kInfBits) return false;
-  std::swap(weights_, sum_);
-  return true;
-}
-
-// With updates down, the change in sum_ is encoded with error feedback, and the server applies to its own weights what
-// the workers will decode: all hold the same bits.
-void ServerShard::begin_version() {
-  down_ = whole_ = change_ = nullptr;
-  if (!sends_updates_) return;
-  if (contributors_ == 0) std::fill(sum_.begin(), sum_.end(), 0.0f);  // the residual still goes out
-  std::vector<std::byte> message(down_plan_.message_bytes());
-  const auto begun = residuals_.begin(Direction::down, version_, residual_ranges_, 1.0f);
-  down_runner_->encode(constant(pointers(sum_)), {.seed = seed_, .step = version_, .stage = 1}, message,
-                       &begun->residuals);
-  residuals_.commit(version_);
-  down_runner_->decode(message, pointers(weights_), Write::add);
-  change_ = make_blob(std::move(message));
-}
+// ---- What goes down
 
 // The weights as `runner` sends them, encoded once for each version.
 const Blob& ServerShard::encoded(Blob& kept, Runner& runner) {
   if (!kept) {
     std::vector<std::byte> message(runner.plan().message_bytes());
-    runner.encode(constant(pointers(weights_)), {.seed = seed_, .step = version_, .stage = 1}, message);
+    runner.encode(constant(weights_), {.seed = seed_, .step = version_, .stage = 1}, message);
     kept = make_blob(std::move(message));
   }
   return kept;
@@ -270,82 +141,66 @@ const Blob& ServerShard::encoded(Blob& kept, Runner& runner) {
 
 Blob ServerShard::message_for(uint64_t held, Frame& frame) {
   make_room();
-  if (!sends_updates_) return encoded(down_, *down_runner_);
-  if (change_ && held != kNone && held + 1 == version_) return change_;
+  if (!sends_updates_) return with_learned(encoded(down_, writer_.runner(version_)), held, frame);
+  if (change_ && held != kNone && held + 1 == version_) return with_learned(change_, held, frame);
   frame.flags |= kWhole;  // a change is of no use to a worker that does not hold the step before
-  return encoded(whole_, *whole_runner_);
+  return with_learned(encoded(whole_, *whole_runner_), held, frame);
 }
 
-UpdateStatus ServerShard::apply(uint32_t slot, const Frame& frame, const Blob& message, uint32_t workers) {
-  // After a restart versions may be lower than what the worker saw: its sequence alone decides.
-  if (has_applied(slot, frame.sequence)) return UpdateStatus::again;
-  try {
-    decode(message, sum_, Write::set);
-  } catch (const Error&) {
-    return UpdateStatus::corrupt;
+// Whoever holds weights since the codecs learned has got what they learned.
+Blob ServerShard::with_learned(const Blob& message, uint64_t held, Frame& frame) {
+  if (learning_.empty() || (held != kNone && held >= learned_at_)) return message;
+  if (tailed_.first != message) {
+    const std::vector<std::byte> state = learning_.save();
+    std::vector<std::byte> both(*message);
+    both.insert(both.end(), state.begin(), state.end());
+    tailed_ = {message, make_blob(std::move(both))};
   }
-  const double sum = signed_sum_of(sum_);
-  if (!std::isfinite(sum) || !subtract_mean(workers)) return UpdateStatus::corrupt;
-  applied_ += sum;
-  progress_[slot] = {frame.sequence, frame.tally};
-  contributors_ = 1;
-  ++version_;
-  begin_version();
-  return UpdateStatus::applied;
+  frame.tail = tailed_.second->size() - message->size();
+  return tailed_.second;
 }
 
-UpdateStatus ServerShard::absorb_residual(uint32_t slot, const Frame& frame, const Blob& message, uint32_t workers) {
-  if (has_applied(slot, frame.sequence)) return UpdateStatus::again;
-  try {
-    whole_runner_->decode(*message, pointers(sum_));  // an open step has no sum before it closes: sum_ is free
-  } catch (const Error&) {
-    return UpdateStatus::corrupt;
-  }
-  const double sum = signed_sum_of(sum_);
-  if (!std::isfinite(sum)) return UpdateStatus::corrupt;
-  const float by = static_cast<float>(std::max(workers, 1u));
-  // With updates down, the weights are what all workers hold, and must not change without a message: the server's own
-  // residual takes it, and the next changes carry it.
-  const std::span<float> to = sends_updates_ ? residual() : std::span(weights_);
-  for (size_t i = 0; i < to.size(); ++i)
-    if (!std::isfinite(to[i] - sum_[i] / by)) return UpdateStatus::corrupt;
-  applied_ += sum;
-  progress_[slot] = {frame.sequence, frame.tally};
-  // Some workers may hold this version already. The others must get the same bits, so its message is made before the
-  // weights change.
-  if (workers <= 1)
-    down_ = nullptr;
-  else if (!sends_updates_)
-    encoded(down_, *down_runner_);
-  for (size_t i = 0; i < to.size(); ++i) to[i] -= sum_[i] / by;
-  return UpdateStatus::applied;
-}
+// ---- Checkpoints
 
 ShardSnapshot ServerShard::snapshot() const {
-  ShardSnapshot copy{version_, applied_, weights_, {residual().begin(), residual().end()}, progress_};
+  ShardSnapshot copy{.version = version_,
+                     .applied = applied_,
+                     .weights = weights_,
+                     .residual = {residual().begin(), residual().end()},
+                     .progress = progress_,
+                     .learned_up = learning_.save(),
+                     .learned_down = writer_.learning().save(),
+                     .momentum = momentum_};
   copy.weights.resize(elements_);  // of a shard that has heard of nobody yet: zeros
   copy.residual.resize(sends_updates_ ? elements_ : 0);
+  copy.momentum.resize(sgd_ ? elements_ : 0);
   return copy;
 }
 
 void ServerShard::restore(ShardSnapshot snapshot) {
-  if (snapshot.weights.size() != elements_ || snapshot.residual.size() != (sends_updates_ ? elements_ : 0))
+  if (snapshot.weights.size() != elements_ || snapshot.residual.size() != (sends_updates_ ? elements_ : 0) ||
+      snapshot.momentum.size() != (sgd_ ? elements_ : 0))
     throw Error(ErrorKind::frame,
                 fmt::format("bad state: a shard has {} weights; expected {}", snapshot.weights.size(), elements_),
                 "weights");
+  // A checkpoint of a version that did not learn with a server has nothing of it, and begins now.
+  if (!snapshot.learned_up.empty()) learning_.restore(snapshot.learned_up);
+  if (!snapshot.learned_down.empty()) writer_.learning().restore(snapshot.learned_down);
   make_room();
-  version_ = snapshot.version;
+  learned_at_ = version_ = snapshot.version;
   applied_ = snapshot.applied;
   weights_ = std::move(snapshot.weights);
+  momentum_ = std::move(snapshot.momentum);
   if (sends_updates_) residuals_.set(kResidual, snapshot.residual);
   progress_ = std::move(snapshot.progress);
   ready_ = true;
 }
 
 uint64_t ServerShard::bytes() const {
-  uint64_t bytes = 4 * (weights_.size() + sum_.size()) + residuals_.bytes();
-  for (const auto& [slot, update] : pending_) bytes += update.message->size();
-  for (const Blob& blob : {down_, change_, whole_})
+  uint64_t bytes = 4 * (weights_.size() + sum_.size() + momentum_.size()) + residuals_.bytes();
+  for (const auto& [slot, update] : pending_) bytes += update.payload->size();
+  for (const WorkerStatistics& one : waiting_) bytes += one.bytes.size();
+  for (const Blob& blob : {down_, change_, whole_, tailed_.second})
     if (blob) bytes += blob->size();
   return bytes;
 }

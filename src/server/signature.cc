@@ -64,6 +64,21 @@ std::vector<Variable> variables_of(const nlohmann::json& text, const char* field
   return list;
 }
 
+ServerSgd sgd_of(const nlohmann::json& text) {
+  const auto number = [&](const char* field, double most) {
+    const auto found = text.is_object() ? text.find(field) : text.end();
+    if (!text.is_object() || found == text.end() || !found->is_number()) refuse(fmt::format("sgd has no {}", field));
+    const double value = found->get<double>();
+    if (!(value >= 0 && value <= most)) refuse(fmt::format("sgd: {} is {}; allowed are 0 to {}", field, value, most));
+    return value;
+  };
+  return {.momentum = number("momentum", 1), .weight_decay = number("weight_decay", 1e3)};
+}
+
+std::string words_of(const std::optional<ServerSgd>& sgd) {
+  return sgd ? fmt::format("sgd with momentum {} and weight decay {}", sgd->momentum, sgd->weight_decay) : "qadam";
+}
+
 std::string canonical(const nlohmann::json& text, const char* field) {
   const auto found = text.find(field);
   if (found == text.end() || !found->is_string()) refuse(fmt::format("{} is not a text", field));
@@ -115,14 +130,16 @@ std::vector<float> ShardLayout::gather(std::span<const std::span<const float>> p
 }
 
 nlohmann::json Signature::json() const {
-  return {{"parameters", json_of(parameters)},
-          {"buffers", json_of(buffers)},
-          {"up", Rules::parse(up).str()},
-          {"down", Rules::parse(down).str()},
-          {"sends_updates", sends_updates},
-          {"pools", pools},
-          {"seed", seed},
-          {"model", model}};
+  nlohmann::json text = {{"parameters", json_of(parameters)},
+                         {"buffers", json_of(buffers)},
+                         {"up", Rules::parse(up).str()},
+                         {"down", Rules::parse(down).str()},
+                         {"sends_updates", sends_updates},
+                         {"pools", pools},
+                         {"seed", seed},
+                         {"model", model}};
+  if (sgd) text["sgd"] = {{"momentum", sgd->momentum}, {"weight_decay", sgd->weight_decay}};
+  return text;
 }
 
 Signature Signature::parse(const nlohmann::json& text) {
@@ -139,6 +156,7 @@ Signature Signature::parse(const nlohmann::json& text) {
     if (found == text.end() || !found->is_boolean()) refuse(fmt::format("{} is neither true nor false", field));
     *to = found->get<bool>();
   }
+  if (const auto found = text.find("sgd"); found != text.end()) result.sgd = sgd_of(*found);
   if (const auto found = text.find("seed"); found != text.end() && found->is_number_unsigned())
     result.seed = found->get<uint64_t>();
   if (const auto found = text.find("model"); found != text.end() && found->is_string())
@@ -159,6 +177,8 @@ std::string Signature::difference(const Signature& other) const {
   if (pools != other.pools)
     return fmt::format("moments are {} at the server, {} here", pools ? "shared" : "local",
                        other.pools ? "shared" : "local");
+  if (sgd != other.sgd)
+    return fmt::format("the optimizer is {} at the server, {} here", words_of(sgd), words_of(other.sgd));
   return {};
 }
 

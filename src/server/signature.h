@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -24,13 +25,20 @@ struct Variable {
   uint64_t count() const;
 };
 
+// Where updates are gradients, the server makes the step: SGD with momentum, as optim/adam.h has it.
+struct ServerSgd {
+  double momentum = 0, weight_decay = 0;
+  friend bool operator==(const ServerSgd&, const ServerSgd&) = default;
+};
+
 struct Signature {
   std::vector<Variable> parameters, buffers;
   std::string up = "loggrid:k=2", down = "unigrid:bits=8";  // specs or rules
   bool sends_updates = false;  // the server sends quantised changes, with error feedback, instead of quantised weights
   bool pools = false;          // workers share their second moments
-  uint64_t seed = 0;           // of random rounding on the way down; the one of the first worker is used
-  std::string model;           // for people
+  std::optional<ServerSgd> sgd = {};  // none: the workers run an optimizer, and the server subtracts their updates
+  uint64_t seed = 0;                  // of random rounding on the way down; the one of the first worker is used
+  std::string model;                  // for people
 
   nlohmann::json json() const;
   static Signature parse(const nlohmann::json& text);  // Error{frame, "signature"}: hostile input

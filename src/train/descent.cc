@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// GradientDescent, and the choice between the two: see descent.h.
+// GradientDescent, and the choice between it and the others: see descent.h.
 #include "train/descent.h"
 
 #include <fmt/format.h>
@@ -11,6 +11,7 @@
 #include "gradwire/error.h"
 #include "train/mean_updates.h"
 #include "train/optimizer.h"
+#include "train/update_descent.h"
 #ifdef GRADWIRE_HAS_GRPC
 #include "train/server_updates.h"
 #endif
@@ -116,17 +117,18 @@ Device DescentParts::compute_device() const {
 }
 
 std::unique_ptr<Descent> make_descent(const DescentParts& parts) {
-  if (parts.settings.optimizer != "qadam") return std::make_unique<GradientDescent>(parts);
   if (parts.server) {
 #ifdef GRADWIRE_HAS_GRPC
-    return make_qadam_descent(
-        parts, std::make_unique<ServerUpdates>(parts.settings, *parts.server, variables_of(parts.parameters),
-                                               variables_of(parts.buffers)));
+    auto updates = std::make_unique<ServerUpdates>(parts.settings, *parts.server, variables_of(parts.parameters),
+                                                   variables_of(parts.buffers));
+    return parts.settings.optimizer == "sgd" ? make_sgd_descent(parts, std::move(updates))
+                                             : make_qadam_descent(parts, std::move(updates));
 #else
     throw Error(ErrorKind::unsupported,
                 "--server needs gRPC, which this build did not find: install libgrpc++-dev and build again", "server");
 #endif
   }
+  if (parts.settings.optimizer != "qadam") return std::make_unique<GradientDescent>(parts);
   std::vector<NamedTensor> tensors;
   for (const NamedParameter& one : parts.parameters) tensors.push_back(describe(one));
   const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(1000 * parts.timeout));

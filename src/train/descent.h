@@ -3,8 +3,8 @@
 //
 //   GradientDescent   gradients are exchanged while they are computed; then all workers take the same step with the
 //                     mean (sgd, adam, adamw)
-//   QAdamDescent      every worker computes an update from its own gradient; updates are exchanged, and weights come
-//                     back (qadam), from the other workers or from a server: see updates.h
+//   UpdateDescent     every worker computes an update from its own gradient; updates are exchanged, and weights come
+//                     back, from the other workers or from a server: see update_descent.h (qadam; with a server, sgd)
 //
 // A step is begin() before the last backward pass and finish() after it.
 #pragma once
@@ -86,6 +86,5 @@ struct DescentParts {
 
 // Collective.
 std::unique_ptr<Descent> make_descent(const DescentParts& parts);
-std::unique_ptr<Descent> make_qadam_descent(const DescentParts& parts, std::unique_ptr<Updates> updates);
 
 }  // namespace gradwire::train

@@ -3,12 +3,15 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "core/bits.h"
 #include "core/check.h"
 
 namespace gradwire::train {
 namespace {
+
+constexpr const char* kLearned = "weights";  // among the extra state of the residuals
 
 bool finite(std::span<const float> values) {
   uint32_t largest = 0;
@@ -42,9 +45,7 @@ MeanUpdates::MeanUpdates(Engine& engine, std::vector<NamedTensor> tensors, Reduc
                      .count = one.count,
                      .dtype = DType::f32,
                      .codec = rules.codec_for(one.name, one.dimensions, one.count)});
-  plan_.emplace(std::move(specs));
-  runner_ = make_runner(*plan_, options_.device);
-  message_.resize(plan_->message_bytes());
+  writer_.emplace(std::move(specs), Direction::down, options_.device);
 }
 
 MeanUpdates::Arrays MeanUpdates::make_arrays() const {
@@ -68,6 +69,7 @@ StepResult MeanUpdates::exchange(uint64_t step, std::span<const float* const> up
     for (auto& array : nothing) std::fill(array.begin(), array.end(), std::numeric_limits<float>::quiet_NaN());
     return exchange(step, pointers<const float>(nothing), weights, report);
   }
+  resume_learning();
   reducer_->set_rate(report.rate);
   const std::vector<const void*> in(updates.begin(), updates.end());
   reducer_->run(step, in, pointers<void>(means_));
@@ -85,20 +87,37 @@ StepResult MeanUpdates::exchange(uint64_t step, std::span<const float* const> up
 }
 
 void MeanUpdates::send_down(uint64_t step, std::span<float* const> weights) {
-  if (!plan_) {
+  if (!writer_) {
     for (size_t i = 0; i < tensors_.size(); ++i) std::copy(weights_[i].begin(), weights_[i].end(), weights[i]);
     return;
   }
   const Stamp stamp{
       .seed = options_.seed, .step = step, .stage = static_cast<uint32_t>(Direction::down), .rank = 0, .world = 1};
+  Runner& runner = writer_->runner(step);
+  message_.resize(writer_->message_bytes());
   {
     const ScopedTimer scope = timer_.encode();
-    runner_->encode(pointers<const void>(weights_), stamp, message_);
+    const std::vector<const void*> in = pointers<const void>(weights_);
+    runner.encode(in, stamp, message_);
+    server::ShardLearning& learning = writer_->learning();
+    if (learning.due(step, step)) {
+      const std::vector<std::byte> statistics = learning.observe(runner, step, step, in, nullptr, message_);
+      const std::span<const std::byte> all[] = {statistics};
+      learning.learn(step, all);
+      reducer_->feedback().set_extra(kLearned, learning.save());
+    }
   }
   const ScopedTimer scope = timer_.decode();
   const std::vector<void*> out(weights.begin(), weights.end());
-  runner_->decode(message_, out, Write::set, &stamp);
-  runner_->wait();
+  runner.decode(message_, out, Write::set, &stamp);
+  runner.wait();
+}
+
+// A run that is resumed has its residuals assigned, and with them what the codecs of weights have learned.
+void MeanUpdates::resume_learning() {
+  if (!writer_ || std::exchange(resumed_, true)) return;
+  const auto& extras = reducer_->feedback().extras();
+  if (const auto found = extras.find(kLearned); found != extras.end()) writer_->learning().restore(found->second);
 }
 
 void MeanUpdates::pool(uint64_t step, std::span<float* const> second) {

@@ -3,7 +3,8 @@
 // a compressed all-reduce, and each of them does what a server would do, so that no weights need to be sent back.
 //
 //   weights   every worker receives every update (gather); the next gradient is computed at the weights as the codec
-//             `down` leaves them. This is the paper's algorithm.
+//             `down` leaves them. This is the paper's algorithm. All workers hold the same weights, so a codec that
+//             learns learns the same everywhere.
 //   updates   the mean itself is compressed once more, with the owner's error feedback (scatter); the next gradient is
 //             computed at the weights in full precision. This is Efficient-Adam, by the same authors.
 #pragma once
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "collective/timer.h"
+#include "server/shard_coders.h"
 #include "train/updates.h"
 
 namespace gradwire::train {
@@ -40,6 +42,7 @@ class MeanUpdates final : public Updates {
   Arrays make_arrays() const;
   double bits() const;
   void send_down(uint64_t step, std::span<float* const> weights);  // through the codec `down`
+  void resume_learning();
 
   std::unique_ptr<Engine> engine_;  // its own, so that its bytes are counted alone
   std::vector<NamedTensor> tensors_;
@@ -47,8 +50,8 @@ class MeanUpdates final : public Updates {
   std::unique_ptr<Reducer> reducer_;
   std::unique_ptr<Reducer> second_;  // pools moments
   Arrays weights_, means_;
-  std::optional<Plan> plan_;  // of the weights; none: they are not compressed
-  std::unique_ptr<Runner> runner_;
+  std::optional<server::ShardWriter> writer_;  // of the weights; none: they are not compressed
+  bool resumed_ = false;                       // what it learned has been looked for among the residuals
   std::vector<std::byte> message_;
   ReduceTimer timer_;
 };

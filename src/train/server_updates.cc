@@ -18,6 +18,8 @@ server::Signature signature_of(const Settings& settings, std::vector<server::Var
   signature.buffers = std::move(buffers);
   signature.up = settings.up();
   signature.down = settings.down.empty() ? settings.up() : settings.down;
+  if (settings.optimizer == "sgd")
+    signature.sgd = {.momentum = settings.momentum, .weight_decay = settings.weight_decay};
   signature.sends_updates = settings.send == "updates";
   signature.pools = settings.moments == "shared";
   signature.seed = settings.seed;
@@ -47,6 +49,7 @@ void ServerUpdates::tell(uint64_t step, const Report& report) {
 StepResult ServerUpdates::exchange(uint64_t step, std::span<const float* const> updates,
                                    std::span<float* const> weights, const Report& report) {
   tell(step, report);
+  client_.set_rate(report.rate);
   // A worker that has just joined may send nothing for some steps, while its moments warm up.
   const bool sends = !updates.empty() && taken_++ >= warm_steps_;
   return {.next = sends ? client_.exchange(updates, weights) : client_.skip(weights), .applied = true};

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the updates of a qadam worker go, and where its weights come from. A qadam worker computes an update from its
-// own gradient. The implementation of Updates adds the worker's residual, sends the sum compressed, averages what all
+// Where the updates of a worker go, and where its weights come from. A qadam worker computes an update from its own
+// gradient. The implementation of Updates adds the worker's residual, sends the sum compressed, averages what all
 // workers have sent, subtracts the mean from weights in full precision, and returns the weights at which the next
 // gradient is computed. MeanUpdates does so over an Engine (mean_updates.h), ServerUpdates with a parameter server, for
-// workers that come and go (server_updates.h).
+// workers that come and go (server_updates.h). The update of an sgd worker is the gradient itself: it needs a server,
+// which makes a step with momentum of the mean.
 //
 // Arrays are f32 on the host, one pointer per parameter, in the order of the list that the implementation was
 // constructed with. Both implementations do the same arithmetic on W workers:

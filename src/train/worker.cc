@@ -143,7 +143,7 @@ nlohmann::json Worker::train() {
 void Worker::step() {
   const double rate = rate_at(settings_, step_, batches_.steps_per_epoch(), total_);
   const uint64_t meter = job_.places.meter_every > 0 ? job_.places.meter_every : batches_.steps_per_epoch();
-  const bool metered = settings_.optimizer != "qadam" &&
+  const bool metered = settings_.optimizer != "qadam" && !job_.places.server &&
                        ((step_ + 1) % meter == 0 || (job_.places.meter_every == 0 && step_ + 1 == total_));
   const double wall = clock_seconds(), processor = clock_seconds(TimerClock::thread_cpu), waited = seconds_.wait;
 

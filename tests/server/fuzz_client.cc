@@ -5,6 +5,7 @@
 // call that does not return is a finding.
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -95,12 +96,30 @@ class FuzzLink final : public Link {
     frame.held = source_.next<uint8_t>();
     if (how & 16) return;
     const auto kind = frame.flags & kWhole ? ShardMessage::whole : ShardMessage::down;
-    payload = encode(specs_of(signature_, layouts_[frame.shard % layouts_.size()], kind), 0.5f);
+    const ShardLayout& layout = layouts_[frame.shard % layouts_.size()];
+    payload = encode(specs_of(signature_, layout, kind), 0.5f);
+    if (how & 128) learned(frame, payload, layout);
     if (!(how & 32)) return;
     std::vector<std::byte> bytes = *payload;
     bytes[source_.next<uint16_t>() % bytes.size()] ^= std::byte(source_.next<uint8_t>());
     if (how & 64) reseal(bytes);
     payload = make_blob(std::move(bytes));
+  }
+
+  // What the codecs have learned, with some words changed.
+  void learned(Frame& frame, Blob& payload, const ShardLayout& layout) {
+    std::vector<std::byte> state = ShardLearning(specs_of(signature_, layout, ShardMessage::up), Direction::up).save();
+    const auto how = source_.next<uint8_t>();
+    if (how & 8) state.resize(state.size() + how / 16 * 8);
+    for (int i = 0; i < how % 8 && state.size() >= 8; ++i) {
+      const size_t word = source_.next<uint8_t>() % (state.size() / 8);
+      const uint64_t number = source_.next<uint8_t>() % 2 ? source_.next<uint64_t>() : source_.next<uint8_t>();
+      std::memcpy(state.data() + 8 * word, &number, sizeof number);
+    }
+    std::vector<std::byte> both = *payload;
+    both.insert(both.end(), state.begin(), state.end());
+    frame.tail = state.size();
+    payload = make_blob(std::move(both));
   }
 
   Source& source_;
@@ -114,7 +133,8 @@ class FuzzLink final : public Link {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Source source{data, size};
   const auto flags = source.next<uint8_t>();
-  const Signature signature = toy_signature("fp32", flags & 1 ? "unigrid:bits=8" : "fp32", flags & 2, flags & 4);
+  const Signature signature = toy_signature(flags & 8 ? learning_codec(flags / 16) : "fp32",
+                                            flags & 1 ? "unigrid:bits=8" : "fp32", flags & 2, flags & 4);
   std::vector<std::vector<float>> values, updates, buffers{std::vector<float>(3)};
   std::vector<float*> weights, second, kept{buffers[0].data()};
   std::vector<const float*> sent;

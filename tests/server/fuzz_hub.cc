@@ -40,9 +40,14 @@ constexpr size_t kSessions = 4, kMaxActions = 96;
 constexpr std::chrono::seconds kHang{30};  // nothing here takes long: a frame that is not read by then never will be
 
 Signature toy_signature(uint8_t flags) {
-  const bool compressed = flags & 1;
-  return fuzz::toy_signature(compressed ? "qsgd:bits=4" : "fp32", compressed ? "unigrid:bits=8" : "fp32", flags & 2,
-                             flags & 4);
+  const bool compressed = flags & 1, learns = flags & 8;
+  return fuzz::toy_signature(learns       ? learning_codec(flags / 16)
+                             : compressed ? "qsgd:bits=4"
+                                          : "fp32",
+                             !compressed ? "fp32"
+                             : learns    ? "optquant:bits=4,refit=1"
+                                         : "unigrid:bits=8",
+                             flags & 2, flags & 4);
 }
 
 // What the hub sends to one worker.
@@ -118,6 +123,7 @@ class Play {
       promise(!event.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).empty());
     };
     signature_ = toy_signature(more);
+    learns_ = more & 8;
     layouts_ = shard_layouts(signature_, kShardElements);
     remove_files();
     restart();
@@ -215,6 +221,29 @@ class Play {
     return make_blob(std::move(bytes));
   }
 
+  // Statistics whose words are any number, behind an honest message.
+  void lying_update(size_t index) {
+    const std::shared_ptr<FuzzSession> session = sessions_[index];
+    const uint32_t shard = source_.next<uint8_t>() % layouts_.size();
+    ToyUpdate update = encode_update(signature_, layouts_[shard], 0.5f, session->version[shard]);
+    std::vector<std::byte> bytes = *update.payload;
+    const auto how = source_.next<uint8_t>();
+    for (int i = 0; i <= how % 8 && update.tail >= 8; ++i) {
+      const size_t word = source_.next<uint16_t>() % (update.tail / 8);
+      const uint64_t number = static_cast<uint64_t>(source_.next<int16_t>()) << source_.next<uint8_t>() % 64;
+      std::memcpy(bytes.data() + bytes.size() - update.tail + 8 * word, &number, sizeof number);
+    }
+    if (how & 64) bytes.resize(bytes.size() - std::min<size_t>(bytes.size(), source_.next<uint8_t>()));
+    if (how & 128) update.tail = source_.next<uint16_t>();
+    say(index,
+        {.kind = FrameKind::update,
+         .shard = shard,
+         .step = session->version[shard],
+         .sequence = ++session->sequence,
+         .tail = update.tail},
+        make_blob(std::move(bytes)));
+  }
+
   std::string altered(std::string text) { return fuzz::altered(source_, std::move(text)); }
 
   Frame wild(FrameKind kind) {
@@ -239,9 +268,16 @@ class Play {
   void honest_update(size_t index) {
     const std::shared_ptr<FuzzSession> session = sessions_[index];  // it may be replaced while it speaks
     ++session->sequence;
-    for (uint32_t p = 0; p < layouts_.size(); ++p)
-      say(index, {.kind = FrameKind::update, .shard = p, .step = session->version[p], .sequence = session->sequence},
-          encode(specs_of(signature_, layouts_[p], ShardMessage::up), 0.5f));
+    for (uint32_t p = 0; p < layouts_.size(); ++p) {
+      const ToyUpdate update = encode_update(signature_, layouts_[p], 0.5f, session->version[p]);
+      say(index,
+          {.kind = FrameKind::update,
+           .shard = p,
+           .step = session->version[p],
+           .sequence = session->sequence,
+           .tail = update.tail},
+          update.payload);
+    }
   }
 
   void act() {
@@ -275,6 +311,7 @@ class Play {
       case 9:
         return say(index, wild(FrameKind::initial), message(source_.next<uint8_t>(), ShardMessage::whole));
       case 10: {
+        if (learns_) return lying_update(index);
         const Frame frame = wild(FrameKind::update);
         return say(index, frame, message(frame.shard, ShardMessage::up));
       }
@@ -336,7 +373,7 @@ class Play {
   std::shared_ptr<Deliveries> deliveries_;
   std::array<std::shared_ptr<FuzzSession>, kSessions> sessions_;
   std::unique_ptr<ServerHub> hub_;
-  bool stopped_ = false, ticked_ = false, restarted_ = false;
+  bool learns_ = false, stopped_ = false, ticked_ = false, restarted_ = false;
 };
 
 }  // namespace

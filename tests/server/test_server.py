@@ -144,6 +144,28 @@ def test_workers_end_with_the_weights_of_one_process(tmp_path, base, way):
     assert len(server.of("joined")) == len(server.of("left")) == 2 and all("time" in event for event in server.events)
 
 
+@pytest.mark.parametrize("way", [
+    ["--optimizer", "qadam", "--up", "casq:bits=2,refit=5", "--down", "optquant:bits=6,refit=7"],
+    ["--optimizer", "sgd", "--momentum", 0.9, "--up", "fp32"],
+    ["--optimizer", "sgd", "--momentum", 0.9, "--up", "casq:bits=2,refit=5"],
+], ids=["learned both ways", "sgd", "sgd and learned"])
+def test_what_is_learned_and_the_momentum_survive_the_server(tmp_path, base, way):
+    """Also when the server is killed in the middle, the weights are those of one process, bit for bit."""
+    arguments = [word for word in base if word not in ("--optimizer", "qadam")] + ["--epochs", 6, *way]
+    alone = train(*arguments, *(["--collective", "gather", "--bucket-mb", 1000] if "sgd" in way else []))
+    checkpoint = tmp_path / "ps.gwc"
+    with serve("--min-workers", 2, "--checkpoint", checkpoint, "--save-every", 10) as server:
+        with work(server, *arguments) as one, work(server, *arguments) as two:
+            two.until_step(35)
+            server.signal(signal.SIGKILL)
+            server.end(-signal.SIGKILL)
+            with serve("--min-workers", 2, "--checkpoint", checkpoint, listen=server.address) as again:
+                ends = [one.end(), two.end()]
+                kept(again)
+    for end in ends:
+        assert end["weights"] == alone.weights and end["server"]["confirmed"]
+
+
 def read_safetensors(path):
     content = path.read_bytes()
     size, = struct.unpack("<Q", content[:8])

@@ -199,8 +199,10 @@ TEST(Updates, PoolTheMeanOfSecondMoments) {
   });
 }
 
-TEST(Updates, GoOnFromWhatWasKept) {
-  const std::vector<Floats> wanted = expected("loggrid:k=1", "unigrid:bits=8", 2, 8);
+class Kept : public testing::TestWithParam<std::pair<const char*, const char*>> {};
+
+TEST_P(Kept, UpdatesGoOnFromIt) {
+  const char *const up = GetParam().first, *const down = GetParam().second;
   run_loopback(2, [&](Engine& engine) {
     const std::string path =
         (std::filesystem::path(testing::TempDir()) / ("kept-" + std::to_string(engine.rank()))).string();
@@ -212,13 +214,19 @@ TEST(Updates, GoOnFromWhatWasKept) {
       }
     };
     {
-      MeanUpdates first(engine, tensors(), gather("loggrid:k=1"), "unigrid:bits=8", kTimeout);
+      MeanUpdates whole(engine, tensors(), gather(up), down, kTimeout);
+      whole.begin(pointers<float>(weights));
+      run(whole, 0, 8);
+    }
+    const std::vector<Floats> wanted = std::exchange(weights, made_up(99, 0));
+    {
+      MeanUpdates first(engine, tensors(), gather(up), down, kTimeout);
       first.begin(pointers<float>(weights));
       run(first, 0, 5);
       first.residuals()->save(path);
       for (const auto& array : first.held()) kept.emplace_back(array.begin(), array.end());
     }
-    MeanUpdates second(engine, tensors(), gather("loggrid:k=1"), "unigrid:bits=8", kTimeout);
+    MeanUpdates second(engine, tensors(), gather(up), down, kTimeout);
     *second.residuals() = ErrorFeedback::load(path);
     for (size_t i = 0; i < kept.size(); ++i) std::copy(kept[i].begin(), kept[i].end(), second.held()[i].begin());
     run(second, 5, 8);
@@ -226,6 +234,11 @@ TEST(Updates, GoOnFromWhatWasKept) {
     std::filesystem::remove(path);
   });
 }
+
+INSTANTIATE_TEST_SUITE_P(Updates, Kept,
+                         testing::Values(std::pair{"loggrid:k=1", "unigrid:bits=8"},
+                                         std::pair{"casq:bits=2,refit=2", "optquant:bits=4,refit=2"},
+                                         std::pair{"fp32", "dqsgd:budget=6"}));
 
 }  // namespace
 }  // namespace gradwire::train

@@ -140,6 +140,7 @@ struct Fitted {
 double entropy5(const Side& side, size_t a, size_t b) {
   if (b <= a + 1) return 0;
   const double low = side.mean(a, a + 1), width = (side.mean(b - 1, b) - low) / 5;
+  if (!(width > 0)) return 0;  // counts that were shifted to another rank's unit, or that a peer made up
   std::array<double, 5> parts{};
   for (size_t i = a; i < b; ++i) {
     parts[static_cast<size_t>(std::clamp((side.mean(i, i + 1) - low) / width, 0.0, 4.0))] += side.count(i, i + 1);
