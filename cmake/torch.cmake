@@ -26,6 +26,7 @@ foreach(python IN LISTS candidates)
     continue()
   endif()
   set(torch_libraries "")
+  set(torch_first "")
   foreach(name torch torch_cpu c10)
     list(APPEND torch_libraries ${torch_home}/lib/lib${name}.so)
   endforeach()
@@ -33,11 +34,12 @@ foreach(python IN LISTS candidates)
     list(APPEND torch_libraries -Wl,--push-state,--no-as-needed ${torch_home}/lib/libtorch_cuda.so
       ${torch_home}/lib/libc10_cuda.so -Wl,--pop-state)
   endif()
-  # One C++ library for us and for torch: some toolchains prefer a static one, and two copies in one process crash.
+  # One C++ library for us and for torch: some toolchains prefer a static one, and two copies in one process crash. It
+  # comes before torch, whose wheels may export parts of an older one (std::filesystem in 2.11): ours would call them.
   execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so OUTPUT_VARIABLE shared_library
     OUTPUT_STRIP_TRAILING_WHITESPACE)
   if(IS_ABSOLUTE "${shared_library}" AND EXISTS "${shared_library}")
-    list(APPEND torch_libraries ${shared_library})
+    set(torch_first -Wl,--push-state,--no-as-needed ${shared_library} -Wl,--pop-state)
   endif()
   add_library(gradwire_torch INTERFACE)
   target_include_directories(gradwire_torch SYSTEM INTERFACE ${torch_home}/include
@@ -45,7 +47,7 @@ foreach(python IN LISTS candidates)
   # Torch brings the headers of its own fmt, which come first, and no library of it.
   target_compile_definitions(gradwire_torch INTERFACE FMT_HEADER_ONLY=1)
   target_link_libraries(gradwire_torch INTERFACE ${torch_libraries})
-  target_link_options(gradwire_torch INTERFACE -Wl,--allow-shlib-undefined -Wl,-rpath,${torch_home}/lib)
+  target_link_options(gradwire_torch INTERFACE ${torch_first} -Wl,--allow-shlib-undefined -Wl,-rpath,${torch_home}/lib)
   set(GRADWIRE_HAS_TORCH ON)
   set(GRADWIRE_TORCH_VERSION ${torch_version})
   set(GRADWIRE_TORCH_STATE "${torch_version} (${torch_home})")
