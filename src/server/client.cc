@@ -132,7 +132,7 @@ void Client::encode_shard(SentUpdate& update, size_t p, std::span<const float* c
   residuals_.commit(sent.step);
   message.insert(message.end(), statistics.begin(), statistics.end());
   sent.tail = statistics.size();
-  sent.rate = options_.signature.sgd ? static_cast<float>(rate_) : 0.0f;
+  sent.rate = options_.signature.sgd ? static_cast<float>(std::max(rate_, 0.0)) : 0.0f;
   shard.tally.residual = residual_sum(p);
   sent.message = make_blob(std::move(message));
   sent.tally = shard.tally;
@@ -362,7 +362,7 @@ void Client::send_residual(uint64_t sequence) {
           .step = shard.version,
           .sequence = sequence,
           .tally = tally,
-          .rate = options_.signature.sgd ? static_cast<float>(rate_) : 0.0f},
+          .rate = options_.signature.sgd ? static_cast<float>(std::max(rate_, 0.0)) : 0.0f},
          make_blob(std::move(message)));
   }
 }

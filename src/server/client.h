@@ -145,8 +145,8 @@ class Client {
   uint64_t sequence_ = 0, run_ = 0, shard_elements_ = 0;
   std::optional<SteadyClock::time_point> until_;  // while it leaves: when to give up
   bool resend_pooled_ = false;                    // a restarted server may lack a round that others still wait for
-  double rate_ = 0;
-  uint64_t local_step_ = 0;  // async: this worker's own count
+  double rate_ = -1;                              // below 0: not given
+  uint64_t local_step_ = 0;                       // async: this worker's own count
   uint32_t slot_ = 0;
   bool async_ = false, owns_buffers_ = false, joined_ = false, initial_ = false, gone_ = false;
   Plan buffer_plan_;

@@ -17,7 +17,7 @@ class ShardWriter {
  public:
   ShardWriter(std::vector<TensorSpec> specs, Direction direction, const Device& device);
 
-  Runner& runner(uint64_t step, double rate = 0);  // valid until the next call
+  Runner& runner(uint64_t step, double rate = -1);  // valid until the next call
   uint64_t message_bytes() const { return plan_->message_bytes(); }
   ShardLearning& learning() { return learning_; }
   const ShardLearning& learning() const { return learning_; }
