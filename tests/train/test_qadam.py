@@ -12,7 +12,7 @@ import torch
 
 import train_fixture as fixture
 import train_reference as reference
-from train_fixture import USAGE, Live, refuse, train
+from train_fixture import FAILED, USAGE, Live, refuse, train
 
 QADAM = ["--optimizer", "qadam"]
 MLP = ["--model", "mlp:width=32,depth=1"]
@@ -131,8 +131,8 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path, sm
 def test_a_run_that_goes_astray_leaves_steps_out_and_keeps_its_weights_finite(tmp_path, small):
     path = tmp_path / "weights.pt"
     small[small.index("mlp:width=32,depth=1")] = "mlp:width=8,depth=9"
-    run = train(*small, "--rate", 1e6, "--epochs", 2, "--check", "--export", path)
-    assert 0 < run.end["skipped_steps"] < 32
+    run = train(*small, "--rate", 1e6, "--epochs", 2, "--check", "--export", path, code=FAILED)
+    assert 16 < run.end["skipped_steps"] < 32
     assert all(value.isfinite().all() for value in torch.load(path).values())
 
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 import train_fixture as fixture
-from train_fixture import BAD_INPUT, INTERRUPTED, IO, USAGE, Live, call, refuse, train
+from train_fixture import BAD_INPUT, FAILED, INTERRUPTED, IO, USAGE, Live, call, refuse, train
 
 
 @pytest.fixture(scope="session")
@@ -121,12 +121,12 @@ def test_a_finished_run_is_resumed_without_training_again(tmp_path, small):
 
 def test_a_run_that_diverged_is_resumed_all_the_same(tmp_path, small):
     arguments = [*small, "--rate", 1e6]
-    whole = train(*arguments)
+    whole = train(*arguments, code=FAILED)
     saved = [*arguments, "--checkpoint", tmp_path / "saved", "--save-every", 6, "--resume"]
-    train(*saved)
+    train(*saved, code=FAILED)
     for step in steps_in(tmp_path / "saved")[1:]:
         shutil.rmtree(tmp_path / "saved" / f"step-{step:09}")
-    resumed = train(*saved)
+    resumed = train(*saved, code=FAILED)
     assert resumed.of("start")[0]["first_step"] == 30 and resumed.end["skipped_steps"] > 0
     assert resumed.learned == whole.learned
 
