@@ -160,16 +160,16 @@ void BucketCore::start_bounds(std::span<const Shard> shards, std::vector<uint8_t
 
 void BucketCore::decode_up(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out) {
   const std::vector<float*> sums = sums_->places(out);
-  start_bounds(up_mine_, up_bounded_);
   if (plan_.gather && messages_ == Messages::on_host && can_merge(up_reader_->plan())) {
     merge(messages, sums);
     up_bounded_.assign(up_mine_.size(), 0);
   } else {
     const std::vector<void*> to(sums.begin(), sums.end());
+    start_bounds(up_mine_, up_bounded_);
     for (size_t p = 0; p < messages.size(); ++p) {
       up_reader_->decode(messages[p], to, p == 0 ? Write::set : Write::add,
                          stamp_of(job_, self_, step, Direction::up, p), staging_);
-      if (memory_->on_host()) keep_bounded(up_reader_->plan(), messages[p], up_bounded_);
+      keep_bounded(up_reader_->plan(), messages[p], up_bounded_);
     }
   }
   sums_->divide_by(device_, self_.world, sums);
@@ -213,7 +213,7 @@ void BucketCore::decode_down(uint64_t step, std::span<const ConstBytes> messages
     down_readers_[p]->decode(messages[p], locate(job_, plan_.down[p], out), Write::set,
                              stamp_of(job_, self_, step, Direction::down, p), staging_);
     start_bounds(plan_.down[p], down_bounded_[p]);
-    if (memory_->on_host()) keep_bounded(down_readers_[p]->plan(), messages[p], down_bounded_[p]);
+    keep_bounded(down_readers_[p]->plan(), messages[p], down_bounded_[p]);
   }
 }
 

@@ -19,6 +19,18 @@ bool wants_residual(const Codec& codec, ReduceOptions::Feedback choice) {
   return choice == ReduceOptions::Feedback::on || traits.feedback;
 }
 
+std::vector<Codec> codecs_for(const ReduceOptions& options, Direction direction, std::span<const NamedTensor> tensors) {
+  const bool as_up = direction == Direction::down && options.down.empty();
+  const Rules rules = Rules::parse(direction == Direction::up || as_up ? options.up : options.down);
+  std::vector<Codec> codecs;
+  for (const NamedTensor& tensor : tensors) {
+    const Codec codec = rules.codec_for(tensor.name, tensor.dimensions, tensor.count);
+    // Downwards there is one sender per element, so nothing averages its random errors out: round to nearest.
+    codecs.push_back(as_up ? nearest_of(codec) : codec);
+  }
+  return codecs;
+}
+
 const char* name_of(ReduceOptions::Feedback choice) {
   return choice == ReduceOptions::Feedback::codec ? "codec" : choice == ReduceOptions::Feedback::on ? "on" : "off";
 }
@@ -56,20 +68,10 @@ Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOption
                       "bits depend on them",
                       tensor.name),
           "name");
-  const Rules up_rules = Rules::parse(options.up);
-  up_text_ = up_rules.str();
-  down_text_ = "as up, to nearest";
-  for (const NamedTensor& tensor : tensors) {
-    up.push_back(up_rules.codec_for(tensor.name, tensor.dimensions, tensor.count));
-    // Downwards there is one sender per element, so nothing averages its random errors out: round to nearest.
-    down.push_back(nearest_of(up.back()));
-  }
-  if (!options.down.empty()) {
-    const Rules rules = Rules::parse(options.down);
-    down_text_ = rules.str();
-    for (size_t i = 0; i < tensors.size(); ++i)
-      down[i] = rules.codec_for(tensors[i].name, tensors[i].dimensions, tensors[i].count);
-  }
+  up = codecs_for(options, Direction::up, tensors);
+  down = codecs_for(options, Direction::down, tensors);
+  up_text_ = Rules::parse(options.up).str();
+  down_text_ = options.down.empty() ? "as up, to nearest" : Rules::parse(options.down).str();
   for (size_t i = 0; i < tensors.size(); ++i) {
     up_feedback.push_back(wants_residual(up[i], options.feedback));
     down_feedback.push_back(wants_residual(down[i], options.owner_feedback));
@@ -96,19 +98,11 @@ Handshake Job::handshake() const {
 }
 
 uint64_t Job::elements_with(const std::string& spec, Direction direction) const {
+  const std::vector<NamedTensor>& all = options.model.empty() ? tensors : options.model;
+  const std::vector<Codec> codecs = codecs_for(options, direction, all);
   uint64_t elements = 0;
-  const std::vector<Codec>& own = direction == Direction::up ? up : down;
-  if (options.model.empty()) {
-    for (size_t i = 0; i < tensors.size(); ++i)
-      if (own[i].str() == spec) elements += tensors[i].count;
-    return elements;
-  }
-  const Rules rules = Rules::parse(direction == Direction::down && !options.down.empty() ? options.down : options.up);
-  for (const NamedTensor& tensor : options.model) {
-    Codec codec = rules.codec_for(tensor.name, tensor.dimensions, tensor.count);
-    if (direction == Direction::down && options.down.empty()) codec = nearest_of(codec);
-    if (codec.str() == spec) elements += tensor.count;
-  }
+  for (size_t i = 0; i < all.size(); ++i)
+    if (codecs[i].str() == spec) elements += all[i].count;
   return elements;
 }
 

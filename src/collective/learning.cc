@@ -86,34 +86,6 @@ void Learning::take_stats(uint64_t step, bool ahead, std::span<std::byte> out) {
   }
 }
 
-void Learning::learn(uint64_t step, bool ahead, std::span<const std::span<const std::byte>> ranks) {
-  size_t at = 0;
-  for (LearnerEntry& entry : learners_) {
-    if (!entry.due(step, ahead)) continue;
-    std::vector<std::span<const std::byte>> own;
-    for (const auto& one : ranks) own.push_back(one.subspan(at, entry.learner.stats_bytes()));
-    entry.learner.learn(step, own);
-    at += entry.learner.stats_bytes();
-  }
-}
-
-void Learning::learn_together(std::span<Learning* const> all, uint64_t step, std::span<const std::byte> all_ranks,
-                              int world) {
-  std::map<std::string, std::vector<std::span<const std::byte>>> by_name;
-  const size_t ranks = static_cast<size_t>(world), bytes = all_ranks.size() / ranks;
-  size_t at = 0;
-  for (const Learning* one : all)
-    for (const LearnerEntry& entry : one->learners_) {
-      if (!entry.due(step, false)) continue;
-      for (size_t rank = 0; rank < ranks; ++rank)
-        by_name[entry.name].push_back(all_ranks.subspan(rank * bytes + at, entry.learner.stats_bytes()));
-      at += entry.learner.stats_bytes();
-    }
-  for (Learning* one : all)
-    for (LearnerEntry& entry : one->learners_)
-      if (entry.due(step, false)) entry.learner.learn(step, by_name[entry.name]);
-}
-
 void Learning::exempt(size_t tensor) {
   fixed_[tensor] = Codec();
   for (LearnerEntry& entry : learners_) std::erase(entry.tensors, tensor);
@@ -146,16 +118,19 @@ void take_stats(const Learnings& learnings, uint64_t step, bool ahead, std::span
 }
 
 void learn(const Learnings& learnings, uint64_t step, bool ahead, std::span<const std::byte> all_ranks, int world) {
-  const size_t bytes = stats_bytes(learnings, step, ahead);
+  std::map<std::string, std::vector<std::span<const std::byte>>> by_name;
+  const size_t ranks = static_cast<size_t>(world), bytes = all_ranks.size() / ranks;
   size_t at = 0;
-  for (Learning* one : learnings) {
-    const size_t own = one->stats_bytes(step, ahead);
-    std::vector<std::span<const std::byte>> ranks;
-    for (size_t rank = 0; rank < static_cast<size_t>(world); ++rank)
-      ranks.push_back(all_ranks.subspan(rank * bytes + at, own));
-    one->learn(step, ahead, ranks);
-    at += own;
-  }
+  for (const Learning* one : learnings)
+    for (const auto& entry : one->learners_) {
+      if (!entry.due(step, ahead)) continue;
+      for (size_t rank = 0; rank < ranks; ++rank)
+        by_name[entry.name].push_back(all_ranks.subspan(rank * bytes + at, entry.learner.stats_bytes()));
+      at += entry.learner.stats_bytes();
+    }
+  for (Learning* one : learnings)
+    for (auto& entry : one->learners_)
+      if (entry.due(step, ahead)) entry.learner.learn(step, by_name[entry.name]);
 }
 
 }  // namespace gradwire

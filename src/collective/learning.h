@@ -13,6 +13,9 @@
 
 namespace gradwire {
 
+class Learning;
+using Learnings = std::vector<Learning*>;
+
 class Learning {
  public:
   Learning(const Job& job, Direction direction, int world);
@@ -20,7 +23,7 @@ class Learning {
 
   // The codecs of all tensors at `step`.
   std::vector<Codec> codecs(uint64_t step, double rate) const;
-  // "up, dqsgd:budget=3: <plan>" for each learner that has a plan.
+  // "up:<codec>: <plan>" for each learner that has a plan.
   std::vector<std::string> plans() const;
   bool ahead() const;  // some learner must see a step before it is encoded
 
@@ -32,11 +35,6 @@ class Learning {
   // ranks; it is 0 where the step teaches nothing.
   size_t stats_bytes(uint64_t step, bool ahead) const;
   void take_stats(uint64_t step, bool ahead, std::span<std::byte> out);
-  void learn(uint64_t step, bool ahead, std::span<const std::span<const std::byte>> ranks);
-  // The same for jobs that carry one model: learners of the same codec learn from the statistics of all jobs. The
-  // statistics of a rank stand one after the other, as take_stats() below writes them.
-  static void learn_together(std::span<Learning* const> all, uint64_t step, std::span<const std::byte> all_ranks,
-                             int world);
 
   void save(ErrorFeedback& feedback) const;     // as extra state
   void restore(const ErrorFeedback& feedback);  // where there is extra state of these codecs
@@ -44,6 +42,7 @@ class Learning {
   void exempt(size_t tensor);  // it is sent as fp32 from now on, and teaches nothing
 
  private:
+  friend void learn(const Learnings&, uint64_t step, bool ahead, std::span<const std::byte> all_ranks, int world);
   struct LearnerEntry {
     std::string name;             // of its extra state
     std::vector<size_t> tensors;  // of the job
@@ -55,8 +54,8 @@ class Learning {
 };
 
 // The same for several of them at once: their statistics stand one after the other. `all_ranks` holds those of every
-// rank, in rank order.
-using Learnings = std::vector<Learning*>;
+// rank, in rank order. Learners of the same name, which jobs that carry parts of one model have, learn as one, from the
+// statistics of all of them.
 size_t stats_bytes(const Learnings& learnings, uint64_t step, bool ahead);
 void take_stats(const Learnings& learnings, uint64_t step, bool ahead, std::span<std::byte> out);
 void learn(const Learnings& learnings, uint64_t step, bool ahead, std::span<const std::byte> all_ranks, int world);

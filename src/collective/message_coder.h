@@ -10,7 +10,7 @@
 
 #include "collective/host_staging.h"
 #include "gradwire/collective.h"
-#include "message/merge.h"
+#include "message/changing_runner.h"
 
 namespace gradwire {
 
@@ -25,11 +25,10 @@ struct StepContext {
 
 class MessageCoder {
  public:
-  MessageCoder(std::vector<TensorSpec> specs, const Device& device);
+  MessageCoder(std::vector<TensorSpec> specs, const Device& device) : coding_(std::move(specs), device) {}
   size_t message_bytes() const { return plan().message_bytes(); }
-  // The same tensors with other codecs. This may also come between begin() and encode(). Where codecs take turns from
-  // step to step, the runners of both are kept: making one allocates, and waits for the GPU.
-  void recode(std::vector<TensorSpec> specs);
+  // The same tensors with other codecs. This may also come between begin() and encode().
+  void recode(std::vector<TensorSpec> specs) { coding_.recode(std::move(specs)); }
   void begin(const StepContext& context, Direction direction, float scale, std::span<const Shard> shards);
 
   // `observe`, where given, sees what was encoded. With `ahead` the residuals stay as they are for a second encoding of
@@ -40,23 +39,13 @@ class MessageCoder {
               const Observe& observe = {}, bool ahead = false);
   void decode(ConstBytes message, std::span<void* const> shards, Write write, const Stamp& expected,
               HostStaging& staging);
-  void wait();  // throws what decoding found, in this step or in the one before
-  void poll();  // the same for what has been found so far, without waiting
+  void wait() { coding_.wait(); }  // throws what decoding found, in this step or in the one before
+  void poll() { coding_.poll(); }  // the same for what has been found so far, without waiting
 
-  const Plan& plan() const { return now_->plan; }
+  const Plan& plan() const { return coding_.plan(); }
 
  private:
-  struct Coding {
-    Coding(std::vector<TensorSpec> specs, const Device& device)
-        : plan(std::move(specs)), runner(make_runner(plan, device)) {}
-    Plan plan;
-    std::unique_ptr<Runner> runner;  // it refers to the plan
-  };
-  Runner& runner() { return *now_->runner; }
-
-  Device device_;
-  std::unique_ptr<Coding> now_, other_;  // other_: the one before, if the two take turns
-  std::vector<Codec> before_;            // the codecs before those of now_
+  ChangingRunner coding_;
   std::unique_ptr<ErrorFeedback::Pointers> residuals_;
 };
 

@@ -144,14 +144,6 @@ struct Reducer::State {
   }
 
   void learn(const Learnings& learnings, uint64_t step, bool ahead) {
-    pool(learnings, step, ahead, [&](std::span<const std::byte> statistics) {
-      gradwire::learn(learnings, step, ahead, statistics, engine.size());
-    });
-  }
-
-  // Gathers the statistics of all ranks, where the step has any.
-  template <class Use>
-  void pool(const Learnings& learnings, uint64_t step, bool ahead, const Use& use) {
     const size_t bytes = stats_bytes(learnings, step, ahead);
     if (bytes == 0) return;
     const auto world = static_cast<size_t>(engine.size()), me = static_cast<size_t>(engine.rank());
@@ -164,7 +156,7 @@ struct Reducer::State {
       engine.all_gather(ranks[me], ranks).wait();
     }
     const auto timing = timer.encode();
-    use(std::span<const std::byte>(all));
+    gradwire::learn(learnings, step, ahead, all, engine.size());
   }
 
   bool together() const { return !model->job.options.model.empty(); }
@@ -258,9 +250,7 @@ void Reducer::learn_together(std::span<Reducer* const> reducers, uint64_t step) 
   State& first = *reducers.front()->state_;
   first.queue
       ->submit([&] {
-        first.pool(all, step, false, [&](std::span<const std::byte> statistics) {
-          Learning::learn_together(all, step, statistics, first.engine.size());
-        });
+        first.learn(all, step, false);
         for (const Reducer* reducer : reducers) reducer->state_->model->save_learned();
       })
       ->wait();

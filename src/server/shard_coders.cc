@@ -13,12 +13,6 @@ namespace {
 
 constexpr size_t kKnownTables = 4;
 
-std::vector<Codec> codecs_of(const std::vector<TensorSpec>& specs) {
-  std::vector<Codec> list;
-  for (const TensorSpec& spec : specs) list.push_back(spec.codec);
-  return list;
-}
-
 bool may_carry(const Codec& expected, const Codec& codec) {
   return codec.wire_spec() == expected.wire_spec() || (expected.traits().learns && codec == Codec());
 }
@@ -26,22 +20,11 @@ bool may_carry(const Codec& expected, const Codec& codec) {
 }  // namespace
 
 ShardWriter::ShardWriter(std::vector<TensorSpec> specs, Direction direction, const Device& device)
-    : learning_(specs, direction), device_(device) {
-  make(std::move(specs));
-}
-
-void ShardWriter::make(std::vector<TensorSpec> specs) {
-  runner_.reset();  // it refers to the plan
-  codecs_ = codecs_of(specs);
-  plan_ = std::make_unique<Plan>(std::move(specs));
-  runner_ = make_runner(*plan_, device_);
-}
+    : learning_(specs, direction), coding_(std::move(specs), device) {}
 
 Runner& ShardWriter::runner(uint64_t step, double rate) {
-  if (learning_.empty()) return *runner_;
-  std::vector<TensorSpec> specs = learning_.specs(step, rate);
-  if (codecs_of(specs) != codecs_) make(std::move(specs));
-  return *runner_;
+  if (!learning_.empty()) coding_.recode(learning_.specs(step, rate));
+  return coding_.runner();
 }
 
 ShardReader::ShardReader(std::vector<TensorSpec> specs, const Device& device)

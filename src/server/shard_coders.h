@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "gradwire/runner.h"
+#include "message/changing_runner.h"
 #include "server/shard_learning.h"
 
 namespace gradwire::server {
@@ -18,18 +19,13 @@ class ShardWriter {
   ShardWriter(std::vector<TensorSpec> specs, Direction direction, const Device& device);
 
   Runner& runner(uint64_t step, double rate = -1);  // valid until the next call
-  uint64_t message_bytes() const { return plan_->message_bytes(); }
+  uint64_t message_bytes() const { return coding_.plan().message_bytes(); }
   ShardLearning& learning() { return learning_; }
   const ShardLearning& learning() const { return learning_; }
 
  private:
-  void make(std::vector<TensorSpec> specs);
-
   ShardLearning learning_;
-  Device device_;
-  std::vector<Codec> codecs_;
-  std::unique_ptr<Plan> plan_;
-  std::unique_ptr<Runner> runner_;
+  ChangingRunner coding_;
 };
 
 // The receiver. A message carries the tables that it was encoded with.

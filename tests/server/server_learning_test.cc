@@ -7,8 +7,7 @@
 
 #include "gradwire/collective.h"
 #include "gradwire/message.h"
-#include "server/noisy_quadratic.h"
-#include "server/server_fixture.h"
+#include "server/quadratic_worker.h"
 
 namespace gradwire::server {
 namespace {
@@ -16,65 +15,10 @@ namespace {
 using Tensors = NoisyQuadratic::Tensors;
 using Profile = NoisyQuadratic::Profile;
 
-std::vector<float*> pointers(Tensors& tensors) {
-  std::vector<float*> list;
-  for (auto& one : tensors) list.push_back(one.data());
-  return list;
-}
-
-std::vector<const float*> constant(const Tensors& tensors) {
-  std::vector<const float*> list;
-  for (const auto& one : tensors) list.push_back(one.data());
-  return list;
-}
-
-// A worker of the quadratic. `number` chooses its noise.
-struct QuadraticWorker {
-  QuadraticWorker(ServerFixture& server, const NoisyQuadratic& given, const Signature& signature, uint64_t which)
-      : problem(given),
-        number(which),
-        client({.signature = signature, .dial = server.dialer(), .name = "", .id = {}, .patience_s = kPatience}) {
-    step = client.join(pointers(weights));
-  }
-  void work() {
-    problem.update(number, step, weights, update);
-    step = client.exchange(constant(update), pointers(weights));
-  }
-
-  const NoisyQuadratic& problem;
-  uint64_t number, step = 0;
-  Tensors weights = NoisyQuadratic::zeros(), update = NoisyQuadratic::zeros();
-  Client client;
-};
-
-using QuadraticWorkers = std::vector<std::unique_ptr<QuadraticWorker>>;
-
 void join(QuadraticWorkers& workers, ServerFixture& server, const NoisyQuadratic& problem, const Signature& signature,
           uint64_t number) {
   workers.push_back(std::make_unique<QuadraticWorker>(server, problem, signature, number));
 }
-
-// All work until a step; `seen` is called by the first one after each of its steps.
-void work_until(QuadraticWorkers& workers, uint64_t until, const std::function<void()>& seen = {}) {
-  std::vector<std::thread> threads;
-  for (auto& worker : workers)
-    threads.emplace_back([&, first = &worker == &workers.front()] {
-      while (worker->step < until) {
-        worker->work();
-        if (first && seen) seen();
-      }
-    });
-  for (std::thread& thread : threads) thread.join();
-}
-
-HubOptions quadratic_hub(uint32_t min_workers, uint64_t shard_elements) {
-  HubOptions options = small_hub(min_workers, kPatience);
-  options.shard_elements = shard_elements;
-  return options;
-}
-
-constexpr uint64_t kOneShard = NoisyQuadratic::kTensors * NoisyQuadratic::kElements,
-                   kTwoShards = NoisyQuadratic::kElements;
 
 // The same descent over an engine. `seen` is called by rank 0.
 void descend_over_reducer(const NoisyQuadratic& problem, const std::string& up, int world, uint64_t steps,
@@ -264,29 +208,11 @@ TEST(ServerLearning, ARestartChangesNoBitInEitherDirection) {
     Signature signature = NoisyQuadratic::signature(one.up, one.down);
     signature.sends_updates = one.updates;
     const NoisyQuadratic problem(Profile::layered, 3);
-    Tensors expected;
-    for (const bool restarts : {false, true}) {
-      HubOptions options = quadratic_hub(2, kTwoShards);
-      options.checkpoint = scratch_file("learning_restart.gwc");
-      options.save_every = 4;
-      ServerFixture server(options);
+    expect_restarts_change_nothing({11, 30, 47}, 60, [&](ServerFixture& server) {
       QuadraticWorkers workers;
       for (uint64_t i = 0; i < 2; ++i) join(workers, server, problem, signature, i);
-      for (const uint64_t until : {11, 30, 47}) {
-        work_until(workers, until);
-        if (!restarts) continue;
-        ASSERT_TRUE(eventually([&] { return server.hub()->status()["durable_step"] >= until - 8; }));
-        server.kill();
-        server.start();
-      }
-      work_until(workers, 60);
-      EXPECT_TRUE(workers[0]->weights == workers[1]->weights);
-      if (restarts)
-        EXPECT_TRUE(workers[0]->weights == expected);
-      else
-        expected = workers[0]->weights;
-      expect_ledger(*server.hub());
-    }
+      return workers;
+    });
   }
 }
 

@@ -3,7 +3,7 @@
 // precision, the same steps over a Reducer, and what becomes of the momentum when workers or the server die.
 #include "gradwire/collective.h"
 #include "optim/adam.h"
-#include "server/noisy_quadratic.h"
+#include "server/quadratic_worker.h"
 #include "server/untrusted_worker.h"
 
 namespace gradwire::server {
@@ -20,62 +20,24 @@ Signature sgd_signature(const std::string& up = "fp32", const std::string& down 
   return signature;
 }
 
-const NoisyQuadratic& problem() {
+const NoisyQuadratic& quadratic() {
   static const NoisyQuadratic one(NoisyQuadratic::Profile::layered, 4);
   return one;
 }
 
-class SgdWorker {
- public:
-  SgdWorker(ServerFixture& server, const Signature& signature, uint64_t number)
-      : client({.signature = signature, .dial = server.dialer(), .name = "", .id = {}, .patience_s = kPatience}),
-        number_(number) {
-    for (auto& one : weights) places_.push_back(one.data());
-    step = client.join(places_);
-  }
-  void work() {
-    problem().update(number_, step, weights, gradient_);  // what the quadratic calls an update is a gradient here
-    send(gradient_);
-  }
-  void send(const Tensors& gradient) {
-    std::vector<const float*> in;
-    for (const auto& one : gradient) in.push_back(one.data());
-    client.set_rate(rate_of(step));
-    step = client.exchange(in, places_);
-  }
-
-  Client client;
-  Tensors weights = NoisyQuadratic::zeros();
-  uint64_t step = 0;
-
- private:
-  uint64_t number_;
-  Tensors gradient_ = NoisyQuadratic::zeros();
-  std::vector<float*> places_;
+struct SgdWorker : QuadraticWorker {  // what the quadratic calls an update is a gradient here
+  SgdWorker(ServerFixture& server, const Signature& signature, uint64_t which)
+      : QuadraticWorker(server, quadratic(), signature, which, rate_of) {}
 };
 
-using SgdWorkers = std::vector<std::unique_ptr<SgdWorker>>;
-
-SgdWorkers sgd_workers(ServerFixture& server, const Signature& signature, uint64_t count) {
-  SgdWorkers workers;
-  for (uint64_t i = 0; i < count; ++i) workers.push_back(std::make_unique<SgdWorker>(server, signature, i));
+QuadraticWorkers sgd_workers(ServerFixture& server, const Signature& signature, uint64_t count) {
+  QuadraticWorkers workers;
+  for (uint64_t i = 0; i < count; ++i)
+    workers.push_back(std::make_unique<QuadraticWorker>(server, quadratic(), signature, i, rate_of));
   return workers;
 }
 
-void work_until(SgdWorkers& workers, uint64_t until) {
-  std::vector<std::thread> threads;
-  for (auto& worker : workers)
-    threads.emplace_back([&worker, until] {
-      while (worker->step < until) worker->work();
-    });
-  for (std::thread& thread : threads) thread.join();
-}
-
-HubOptions sgd_hub(uint32_t min_workers) {
-  HubOptions options = small_hub(min_workers, kPatience);
-  options.shard_elements = NoisyQuadratic::kElements;
-  return options;
-}
+HubOptions sgd_hub(uint32_t min_workers) { return quadratic_hub(min_workers, kTwoShards); }
 
 // The same training as `gradwire train` does it without a server.
 Tensors descend_over_reducer(const std::string& up, int world, uint64_t steps) {
@@ -89,7 +51,7 @@ Tensors descend_over_reducer(const std::string& up, int world, uint64_t steps) {
     const Elementwise device(Device{});
     Tensors weights = NoisyQuadratic::zeros(), momentum = weights, gradient = weights;
     for (uint64_t step = 0; step < steps; ++step) {
-      problem().update(static_cast<uint64_t>(engine.rank()), step, weights, gradient);
+      quadratic().update(static_cast<uint64_t>(engine.rank()), step, weights, gradient);
       std::vector<const void*> in;
       std::vector<void*> out;
       std::vector<OptimizerSpan> spans;
@@ -117,7 +79,7 @@ TEST(ServerSgd, OneWorkerFollowsTheRuleInDoublePrecision) {
   std::vector<std::vector<double>> x(NoisyQuadratic::kTensors, std::vector<double>(NoisyQuadratic::kElements)), v = x;
   for (uint64_t step = 0; step < 60; ++step) {
     Tensors gradient = NoisyQuadratic::zeros();
-    problem().update(0, step, worker.weights, gradient);
+    quadratic().update(0, step, worker.weights, gradient);
     for (size_t i = 0; i < x.size(); ++i)
       for (size_t k = 0; k < x[i].size(); ++k) {
         v[i][k] = kSgd.momentum * v[i][k] + static_cast<double>(gradient[i][k]) + kSgd.weight_decay * x[i][k];
@@ -135,7 +97,7 @@ TEST(ServerSgd, WorkersEndWithTheWeightsOfAReducerBitForBit) {
   for (const char* up : {"fp32", "qsgd:bits=4", "loggrid:k=2"}) {
     SCOPED_TRACE(up);
     ServerFixture server(sgd_hub(3));
-    SgdWorkers workers = sgd_workers(server, sgd_signature(up), 3);
+    QuadraticWorkers workers = sgd_workers(server, sgd_signature(up), 3);
     work_until(workers, 80);
     const Tensors expected = descend_over_reducer(up, 3, 80);
     for (const auto& worker : workers) EXPECT_TRUE(worker->weights == expected);
@@ -147,27 +109,7 @@ TEST(ServerSgd, ARestartKeepsTheMomentum) {
   for (const bool updates : {false, true}) {
     Signature signature = sgd_signature("loggrid:k=2", updates ? "loggrid:k=6" : "unigrid:bits=8");
     signature.sends_updates = updates;
-    Tensors expected;
-    for (const bool restarts : {false, true}) {
-      HubOptions options = sgd_hub(2);
-      options.checkpoint = scratch_file("sgd_restart.gwc");
-      options.save_every = 4;
-      ServerFixture server(options);
-      SgdWorkers workers = sgd_workers(server, signature, 2);
-      work_until(workers, 21);
-      if (restarts) {
-        ASSERT_TRUE(eventually([&] { return server.hub()->status()["durable_step"] >= 12; }));
-        server.kill();
-        server.start();
-      }
-      work_until(workers, 40);
-      EXPECT_TRUE(workers[0]->weights == workers[1]->weights);
-      if (restarts)
-        EXPECT_TRUE(workers[0]->weights == expected);
-      else
-        expected = workers[0]->weights;
-      expect_ledger(*server.hub());
-    }
+    expect_restarts_change_nothing({21}, 40, [&](ServerFixture& server) { return sgd_workers(server, signature, 2); });
   }
 }
 
@@ -210,7 +152,7 @@ TEST(ServerSgd, AResidualThatComesLateCountsAsAGradient) {
   ASSERT_TRUE(worker.client.leave(kPatience));
   SgdWorker next(server, signature, 1);
   Tensors gradient = NoisyQuadratic::zeros();
-  problem().update(0, 0, NoisyQuadratic::zeros(), gradient);
+  quadratic().update(0, 0, NoisyQuadratic::zeros(), gradient);
   for (size_t i = 0; i < gradient.size(); ++i)
     for (size_t k = 0; k < gradient[i].size(); ++k) ASSERT_NEAR(next.weights[i][k], -rate_of(0) * gradient[i][k], 1e-6);
   expect_ledger(*server.hub());
@@ -250,7 +192,7 @@ TEST(ServerSgd, OneWhoLiesAboutTheRateDoesNotDecideIt) {
   const Signature signature = sgd_signature();
   ServerFixture server(sgd_hub(3)), honest(sgd_hub(3));
   const auto run = [&](ServerFixture& where, float rate) {
-    SgdWorkers workers = sgd_workers(where, signature, 2);
+    QuadraticWorkers workers = sgd_workers(where, signature, 2);
     UntrustedWorker liar(where);
     liar.hello(signature);
     EXPECT_TRUE(liar.hears(FrameKind::welcome));
