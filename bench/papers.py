@@ -1,61 +1,74 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the five papers, each with one command, and the baselines at equal size in the same table.
+"""The tables of the five papers, each with one command, with baselines of equal size in the same table.
 
-    python3 bench/papers.py PAPER --out DIR [--seeds 3] [options of gradwire compare ...] [--dry-run]
+    python3 bench/papers.py TABLE --out DIR [--seeds 3] [--jobs 1] [options of gradwire compare ...] [--dry-run]
 
-PAPER is one of those below. Everything that this script does not know is passed on to `gradwire compare`, for example
---task cifar10 --data DIR --model resnet20 --workers 8 --device cuda --epochs 40. Runs that are finished in DIR are not
-repeated, so a table can be made in several sittings, and DIR holds the report page of the same trainings.
+bench/paper_tables.py has the tables. Options that this script does not know are passed on to `gradwire compare`, after
+the table's own, for example --data DIR --device cuda --epochs 2. Finished runs in DIR are not repeated, so a table can
+be made in several sittings. DIR/report.html shows the trainings of the table.
 
-A row of the table has the mean and the standard deviation over seeds after the last epoch, the difference from fp32
-paired by seed with its standard error, the bits per element with every byte counted, and what the paper says. A
-difference of less than two standard errors shows nothing.
+A row has the mean and the standard deviation over seeds after the last epoch, the difference from the reference paired
+by seed with its standard error, the bits per element with every byte counted, and what the paper says. A difference of
+less than two standard errors shows nothing.
 """
 
 import argparse
 import json
 import math
+import shlex
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from paper_tables import TABLES  # noqa: E402
 from rows import PROGRAM, Rows  # noqa: E402
 
-FIXED = [f"qsgd:bits={bits}" for bits in (2, 3, 4)]
-# Codecs, and what the paper itself reports for them (test accuracy minus that of its own uncompressed training).
-PAPERS = {
-    "dqsgd": {
-        **dict.fromkeys(["fp32", "bf16", *FIXED, "qsgd:bits=5", "qsgd:bits=6", "dqsgd:budget=3", "dqsgd:budget=4.5",
-                         "dqsgd:budget=3,mode=paper", "dqsgd:budget=4.5,mode=paper"]),
-        "qsgd:bits=4": "-2.70 (CIFAR-10), -1.22 (AG-News)",
-        "qsgd:bits=6": "-0.12 (CIFAR-10), -0.10 (AG-News)",
-        "dqsgd:budget=4.5": "-0.22 at 4.50 bits (CIFAR-10), -0.19 at 4.70 bits (AG-News)",
-    },
-    "fft": {
-        **dict.fromkeys(["fp32", "bf16", *FIXED, "fft:theta=0.85", "fft:theta=0.9,schedule=step,until={72%}",
-                         "fft:theta=0.9,schedule=rate,smooth=10", "topk:ratio=0.05"]),
-        "fft:theta=0.85": "-0.12 (CIFAR-10, ResNet-32), without feedback",
-        "qsgd:bits=3": "-3.45 (CIFAR-10, ResNet-32)",
-    },
-    "casq": dict.fromkeys(["fp32", "bf16", *FIXED, "onebit", "casq:bits=1", "casq:bits=2", "casq:bits=2,mode=paper",
-                           "optquant:bits=3,mode=biased"]),
-    "optquant": dict.fromkeys(["fp32", "bf16", *FIXED, "optquant:bits=2", "optquant:bits=2,mode=biased",
-                               "optquant:bits=3", "optquant:bits=3,mode=biased"]),
-}
+SAMPLES = {"cifar10": 50000, "fashion-mnist": 60000}
 
 
-def compare(codecs, seeds, out, passed, jobs):
-    """Trains what is not yet trained. Each codec is a command of its own, so that several can run side by side."""
-    waiting = [[PROGRAM, "compare", *passed, "--seeds", str(seeds), "--out", str(out / folder), "--codec", codec]
-               for folder, codec in codecs.items()]
+def merged(*lists):
+    """One list of options in which each stands once, with the value that it was given last."""
+    options = {}
+    for word in (word for words in lists for word in words):
+        if word.startswith("--"):
+            name, given, value = word.partition("=")
+            options[name] = [value] if given else []
+        else:
+            options[name].append(word)
+    return [word for name, values in options.items() for word in (name, *values)]
+
+
+def steps_in_all(options):
+    """Of a training with these options, for schedules that change after a share of it."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for name, default in (("workers", 4), ("batch", 64), ("epochs", 5), ("limit", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--task", default="fashion-mnist")
+    known = parser.parse_known_args(options)[0]
+    samples = min(known.limit or math.inf, SAMPLES[known.task])
+    return known.epochs * (samples // (known.workers * known.batch))
+
+
+def codec_of(row, options):
+    return row.codec.replace("{72%}", str(round(0.72 * steps_in_all(options)))) if "{72%}" in row.codec else row.codec
+
+
+def folder_of(row):
+    return "".join(letter if letter.isalnum() else "-" for letter in row.label)
+
+
+def train(rows, options, seeds, out, jobs):
+    """Trains what is not yet trained. Each row is a command of its own, so that several can run side by side."""
+    waiting = [[PROGRAM, "compare", *merged(options, row.options), "--codec", codec_of(row, options),
+                "--seeds", str(seeds), "--out", str(out / folder_of(row))] for row in rows]
     running = []
     while waiting or running:
         while waiting and len(running) < jobs:
             command = waiting.pop(0)
-            print(" ".join(command), file=sys.stderr, flush=True)
+            print(shlex.join(command), file=sys.stderr, flush=True)
             running.append((command, subprocess.Popen(command, stdout=subprocess.DEVNULL)))
         for command, process in list(running):
             try:
@@ -64,16 +77,27 @@ def compare(codecs, seeds, out, passed, jobs):
                 continue
             running.remove((command, process))
             if code not in (0, 8):  # 8: a training failed, which is a result
-                sys.exit(f"{' '.join(command)} ended with {code}")
+                sys.exit(f"{shlex.join(command)} ended with {code}")
 
 
-def runs_in(out):
+def runs_of(rows, out):
+    """Of every row, its finished runs by seed."""
     found = {}
-    for path in sorted(out.glob("*/runs/*/run.json")):
-        record = json.loads(path.read_text())
-        if record["finished"]:
-            found.setdefault(record["codec"], {})[record["seed"]] = record
+    for row in rows:
+        records = [json.loads(path.read_text()) for path in sorted((out / folder_of(row)).glob("runs/*/run.json"))]
+        found[row.label] = {record["seed"]: record for record in records if record["finished"]}
     return found
+
+
+def report(rows, out):
+    """One page for all rows: it finds the runs of every row in one folder."""
+    (out / "runs").mkdir(exist_ok=True)
+    for row in rows:
+        for path in (out / folder_of(row)).glob("runs/*"):
+            link = out / "runs" / f"{folder_of(row)}-{path.name}"
+            if not link.exists():
+                link.symlink_to(path.resolve())
+    subprocess.run([PROGRAM, "report", str(out)], check=True, stdout=subprocess.DEVNULL)
 
 
 def accuracy(record):
@@ -85,62 +109,92 @@ def bits(record):
     return statistics.fmean(epoch["bits"] for epoch in record["epochs"])
 
 
-def told(passed):
+def first_at(record, loss):
+    """The first evaluation at which the test loss is this small, or None."""
+    evaluations = sorted(record["epochs"] + record.get("points", []), key=lambda point: point["step"])
+    return next((point for point in evaluations if point["test_loss"] is not None and point["test_loss"] <= loss), None)
+
+
+def without_places(options):
     """The options as a row shows them: where the data lie is nobody else's business."""
-    return ["DIR" if before == "--data" else word for before, word in zip(["", *passed], passed)]
+    return ["DIR" if before == "--data" else word for before, word in zip(["", *options], options)]
 
 
 def spread(values):
     return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
-def table(paper, spoken, found, rows, passed):
-    reference = found["fp32"]
-    print("| codec | test accuracy | minus fp32, paired | bits per element | training loss | the paper |\n"
-          "|---|---|---|---|---|---|")
-    for codec, runs in sorted(found.items(), key=lambda item: -bits(next(iter(item[1].values())))):
+class Printed:
+    def __init__(self, name, table, found, record, command):
+        self.name, self.table, self.found, self.record, self.command = name, table, found, record, command
+        self.reference = found[table.reference]
+        # What a codec has to reach: 5 % above the loss of the uncompressed training after its last epoch.
+        losses = [run["epochs"][-1]["test_loss"] for run in self.reference.values()]
+        self.loss = 1.05 * statistics.fmean(losses) if table.steps_to else None
+
+    def show(self):
+        more = f" steps to a test loss of {self.loss:.4f} | MB sent until then |" if self.loss else ""
+        print(f"\n{self.table.about}\n\n| codec | test accuracy | minus {self.table.reference}, paired | bits per element "
+              f"| training loss |{more} the paper |\n|---|---|---|---|---|{'---|---|' if self.loss else ''}---|")
+        for row in self.table.rows:
+            if self.found[row.label]:
+                self.show_row(row, self.found[row.label])
+
+    def show_row(self, row, runs):
         values = [accuracy(run) for run in runs.values()]
-        paired = [accuracy(run) - accuracy(reference[seed]) for seed, run in runs.items() if seed in reference]
-        error = spread(paired) / math.sqrt(len(paired)) if len(paired) > 1 else math.nan
-        losses = [run["epochs"][-1]["train_loss"] for run in runs.values()]
-        failed = sum(run.get("failed", False) for run in runs.values())
         size = statistics.fmean(map(bits, runs.values()))
+        losses = [run["epochs"][-1]["train_loss"] for run in runs.values()]
         loss = "not finite" if None in losses else f"{statistics.fmean(losses):.4f}"
-        difference = "" if codec == "fp32" else f"{statistics.fmean(paired):+.2f} +- {error:.2f}"
-        print(f"| `{codec}` | {statistics.fmean(values):.2f} +- {spread(values):.2f} %"
-              f"{f' ({failed} of {len(runs)} failed)' if failed else ''} | {difference} | {size:.2f} | {loss} | "
-              f"{spoken.get(codec) or ''} |")
-        command = f"python3 bench/papers.py {paper} {' '.join(told(passed))}"
-        note = f"{codec}; {len(runs)} seeds, standard deviation {spread(values):.2f}; {size:.3f} bits per element"
-        rows.add(command, "test_accuracy", statistics.fmean(values), "%", note=note)
-        if codec != "fp32":
-            rows.add(command, "accuracy_minus_fp32", statistics.fmean(paired), "points",
-                     note=f"{codec}; standard error {error:.2f}; training loss {loss}")
+        failed = sum(run.get("failed", False) for run in runs.values())
+        cells = [f"`{row.label}`", f"{statistics.fmean(values):.2f} +- {spread(values):.2f} %"
+                 + (f" ({failed} of {len(runs)} failed)" if failed else "")]
+        note = f"{row.label}; {len(runs)} seeds; standard deviation {spread(values):.2f}; {size:.3f} bits per element"
+        self.record.add(self.command, "test_accuracy", statistics.fmean(values), "%", note=note)
+        cells += [self.difference(row, runs, loss), f"{size:.2f}", loss]
+        if self.loss:
+            cells += self.way_to_loss(row, runs)
+        print("| " + " | ".join([*cells, row.paper]) + " |")
+
+    def difference(self, row, runs, loss):
+        paired = [accuracy(run) - accuracy(self.reference[seed]) for seed, run in runs.items() if seed in self.reference]
+        if row.label == self.table.reference or not paired:
+            return ""
+        error = spread(paired) / math.sqrt(len(paired))
+        self.record.add(self.command, "accuracy_minus_reference", statistics.fmean(paired), "points",
+                        note=f"{row.label} minus {self.table.reference}; standard error {error:.2f}; training loss {loss}")
+        return f"{statistics.fmean(paired):+.2f} +- {error:.2f}"
+
+    def way_to_loss(self, row, runs):
+        points = [first_at(run, self.loss) for run in runs.values()]
+        if None in points:
+            return [f"{points.count(None)} of {len(points)} never", ""]
+        steps = statistics.fmean(point["step"] for point in points)
+        sent = statistics.fmean(point["bytes_sent"] for point in points) / 1e6
+        note = f"{row.label}; to a test loss of {self.loss:.4f}"
+        self.record.add(self.command, "steps_to_loss", steps, "1", note=note)
+        self.record.add(self.command, "megabytes_to_loss", sent, "MB", note=note + "; sent by one worker")
+        return [f"{steps:.0f}", f"{sent:.1f}"]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paper", choices=sorted(PAPERS))
+    parser.add_argument("table", choices=sorted(TABLES))
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="trainings that run side by side")
-    parser.add_argument("--steps-in-all", type=int, default=0, help="of a run, for schedules that change at 72 % of it")
-    parser.add_argument("--machine")
+    parser.add_argument("--machine", help="its name in results.csv, if it is not this one")
+    parser.add_argument("--show", action="store_true", help="train nothing: make the table of the runs that are there")
     parser.add_argument("--dry-run", action="store_true", help="show the rows, do not append them to results.csv")
     arguments, passed = parser.parse_known_args()
-    codecs = {}
-    for codec in PAPERS[arguments.paper]:
-        if "{72%}" in codec:
-            if not arguments.steps_in_all:
-                print(f"{codec} is left out: it needs --steps-in-all", file=sys.stderr)
-                continue
-            codec = codec.replace("{72%}", str(round(0.72 * arguments.steps_in_all)))
-        codecs["".join(letter if letter.isalnum() else "-" for letter in codec)] = codec
-    compare(codecs, arguments.seeds, arguments.out, passed, arguments.jobs)
-    rows = Rows("cuda" if "cuda" in passed else "cpu", arguments.machine)
-    found = {codec: runs for codec, runs in runs_in(arguments.out).items() if codec in codecs.values()}
-    table(arguments.paper, PAPERS[arguments.paper], found, rows, passed)
-    rows.append(arguments.dry_run)
+    table = TABLES[arguments.table]
+    options = merged(shlex.split(table.settings), passed)
+    if not arguments.show:
+        train(table.rows, options, arguments.seeds, arguments.out, arguments.jobs)
+    report(table.rows, arguments.out)
+    record = Rows("cuda" if "cuda" in passed else "cpu", arguments.machine)
+    command = f"python3 bench/papers.py {arguments.table} --out DIR {shlex.join(without_places(passed))}".rstrip()
+    Printed(arguments.table, table, runs_of(table.rows, arguments.out), record, command).show()
+    record.append(arguments.dry_run)
 
 
 if __name__ == "__main__":

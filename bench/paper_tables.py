@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each table of bench/papers.py trains: its settings, its rows, and what the paper reports for a row.
+
+A paper's figure is its own difference in test accuracy from its own uncompressed training, in points. Models, epochs
+and schedules differ from ours, so only the signs and the orders of magnitude can be compared.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Row:
+    codec: str
+    paper: str = ""
+    options: tuple = ()
+
+    @property
+    def label(self):
+        return " ".join([self.codec, *self.options])
+
+
+@dataclass(frozen=True)
+class Table:
+    about: str
+    settings: str  # options of gradwire compare; those given on the command line come after them and win
+    rows: list = field(default_factory=list)
+    reference: str = "fp32"  # the label of the row that differences are taken from
+    steps_to: bool = False  # also the steps and bytes to a test loss
+
+
+# 1.5 bytes for a place and 4 for a value make topk cost 48 bits for each value that it keeps, so this share of values
+# has the size of a codec with so many bits.
+def topk(bits):
+    return Row(f"topk:ratio={bits / 48:.3f}")
+
+
+EXACT = [Row("fp32"), Row("bf16")]
+QSGD = [Row(f"qsgd:bits={bits}") for bits in (4, 3, 2)]
+CIFAR10 = "--task cifar10 --model resnet20 --workers 8 --batch 128 --epochs 24 --rate 0.4 --warmup 3 --collective gather"
+FASHION = "--task fashion-mnist --model cnn --collective gather"
+
+TABLES = {
+    "dqsgd": Table(
+        "DQ-SGD, table 1: CIFAR-10 (the paper: ResNet-18, 8 workers)",
+        CIFAR10,
+        [
+            *EXACT,
+            Row("qsgd:bits=6", "-0.12"),
+            Row("qsgd:bits=5"),
+            Row("dqsgd:budget=4.5", "-0.22 at 4.50 bits"),
+            Row("qsgd:bits=4", "-2.70"),
+            Row("dqsgd:budget=3"),
+            Row("qsgd:bits=3"),
+            Row("qsgd:bits=2", "-13.97 (TernGrad)"),
+            topk(4.5),
+            topk(3),
+        ],
+    ),
+    "dqsgd-text": Table(
+        "DQ-SGD, table 1: AG-News (the paper: 8 workers)",
+        "--task ag-news --model bilstm --workers 8 --batch 32 --epochs 5 --collective gather",
+        [
+            *EXACT,
+            Row("qsgd:bits=6", "-0.10"),
+            Row("qsgd:bits=5"),
+            Row("dqsgd:budget=4.5", "-0.19 at 4.70 bits"),
+            Row("qsgd:bits=4", "-1.22"),
+            Row("dqsgd:budget=3"),
+            Row("qsgd:bits=3"),
+            Row("qsgd:bits=2", "-5.36 (TernGrad)"),
+            topk(4.5),
+            topk(3),
+        ],
+    ),
+    "fft": Table(
+        "FFT-based sparsification: CIFAR-10 (the paper: ResNet-32, 8 workers)",
+        CIFAR10,
+        [
+            *EXACT,
+            *QSGD[:1],
+            Row("qsgd:bits=3", "-3.45"),
+            *QSGD[2:],
+            Row("fft:theta=0.85"),
+            Row("fft:theta=0.85", "-0.12", ("--feedback", "off")),
+            Row("fft:theta=0.9,schedule=step,until={72%}"),
+            Row("fft:theta=0.9,schedule=step,until={72%}", "as fp32", ("--feedback", "off")),
+            Row("fft:theta=0.9,schedule=rate,smooth=10"),
+            Row("fft:theta=0.9,schedule=rate,smooth=10", "", ("--feedback", "off")),
+            topk(2.07),
+        ],
+    ),
+    "casq": Table(
+        "CASQ: 16 workers (the paper: ResNet-34, 16 workers and a server, 2 bits as accurate as others' 3)",
+        f"{FASHION} --workers 16 --batch 32 --epochs 5 --evaluate-every 13",
+        [
+            *EXACT,
+            *QSGD,
+            Row("onebit"),
+            Row("casq:bits=1"),
+            Row("casq:bits=2"),
+            Row("casq:bits=2,mode=paper"),
+            Row("optquant:bits=3,mode=biased"),
+            Row("optquant:bits=2,mode=biased"),
+            topk(3),
+        ],
+        steps_to=True,
+    ),
+    "optquant": Table(
+        "OptQuant: CIFAR-10, 2 and 3 bits; levels that are never fitted, unbiased, biased, biased with feedback",
+        CIFAR10,
+        [
+            *EXACT,
+            *QSGD,
+            *[
+                row
+                for bits in (3, 2)
+                for row in (
+                    Row(f"optquant:bits={bits},refit=0"),
+                    Row(f"optquant:bits={bits}"),
+                    Row(f"optquant:bits={bits},mode=biased", "", ("--feedback", "off")),
+                    Row(f"optquant:bits={bits},mode=biased"),
+                )
+            ],
+            topk(2),
+        ],
+    ),
+    "qadam": Table(
+        "Quantized Adam: bits of the updates x bits of the weights x learning rates",
+        "--task fashion-mnist --model cnn --workers 4 --epochs 5 --schedule cosine",
+        [
+            *[Row("fp32", "", ("--optimizer", "adam", "--rate", rate)) for rate in ("0.002", "0.004", "0.008")],
+            *[
+                Row(up, "", ("--optimizer", "qadam", "--down", down, "--rate", rate))
+                for up in ("fp32", "loggrid:k=6", "loggrid:k=2", "loggrid:k=0")
+                for down in ("fp32", "unigrid:bits=8", "unigrid:bits=6")
+                for rate in ("0.004", "0.008", "0.016")
+            ],
+        ],
+        reference="fp32 --optimizer adam --rate 0.004",
+    ),
+}
