@@ -36,11 +36,15 @@ foreach(python IN LISTS candidates)
   endif()
   # One C++ library for us and for torch: some toolchains prefer a static one, and two copies in one process crash. It
   # comes before torch, whose wheels may export parts of an older one (std::filesystem in 2.11): ours would call them.
-  execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so OUTPUT_VARIABLE shared_library
-    OUTPUT_STRIP_TRAILING_WHITESPACE)
-  if(IS_ABSOLUTE "${shared_library}" AND EXISTS "${shared_library}")
-    set(torch_first -Wl,--push-state,--no-as-needed ${shared_library} -Wl,--pop-state)
-  endif()
+  # A toolchain that has only the static one for linking may still lie beside the shared one that torch loads.
+  foreach(name libstdc++.so libstdc++.so.6)
+    execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=${name} OUTPUT_VARIABLE shared_library
+      OUTPUT_STRIP_TRAILING_WHITESPACE)
+    if(IS_ABSOLUTE "${shared_library}" AND EXISTS "${shared_library}")
+      set(torch_first -Wl,--push-state,--no-as-needed ${shared_library} -Wl,--pop-state)
+      break()
+    endif()
+  endforeach()
   add_library(gradwire_torch INTERFACE)
   target_include_directories(gradwire_torch SYSTEM INTERFACE ${torch_home}/include
     ${torch_home}/include/torch/csrc/api/include)
