@@ -23,6 +23,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from paper_server import train_over_server  # noqa: E402
 from paper_tables import TABLES  # noqa: E402
 from rows import PROGRAM, Rows  # noqa: E402
 
@@ -80,6 +81,18 @@ def train(rows, options, seeds, out, jobs):
                 sys.exit(f"{shlex.join(command)} ended with {code}")
 
 
+def train_with_server(rows, options, seeds, out):
+    for row in rows:
+        for seed in range(1, seeds + 1):
+            path = out / folder_of(row) / "runs" / f"seed{seed}" / "run.json"
+            if path.exists():
+                continue
+            print(f"{row.label}, seed {seed}", file=sys.stderr, flush=True)
+            code = train_over_server(merged(options, row.options), row.codec, seed, path)
+            if code not in (0, 8):
+                sys.exit(f"{row.label}, seed {seed} ended with {code}")
+
+
 def runs_of(rows, out):
     """Of every row, its finished runs by seed."""
     found = {}
@@ -102,6 +115,10 @@ def report(rows, out):
 
 def accuracy(record):
     return 100 * record["epochs"][-1]["test_accuracy"]
+
+
+def train_loss(record):
+    return record["epochs"][-1]["train_loss"]
 
 
 def bits(record):
@@ -134,8 +151,9 @@ class Printed:
 
     def show(self):
         more = f" steps to a test loss of {self.loss:.4f} | MB sent until then |" if self.loss else ""
-        print(f"\n{self.table.about}\n\n| codec | test accuracy | minus {self.table.reference}, paired | bits per element "
-              f"| training loss |{more} the paper |\n|---|---|---|---|---|{'---|---|' if self.loss else ''}---|")
+        print(f"\n{self.table.about}\n\n| codec | test accuracy | minus {self.table.reference} | bits per element "
+              f"| training loss | minus {self.table.reference} |{more} the paper |\n"
+              f"|---|---|---|---|---|---|{'---|---|' if self.loss else ''}---|")
         for row in self.table.rows:
             if self.found[row.label]:
                 self.show_row(row, self.found[row.label])
@@ -143,26 +161,30 @@ class Printed:
     def show_row(self, row, runs):
         values = [accuracy(run) for run in runs.values()]
         size = statistics.fmean(map(bits, runs.values()))
-        losses = [run["epochs"][-1]["train_loss"] for run in runs.values()]
-        loss = "not finite" if None in losses else f"{statistics.fmean(losses):.4f}"
         failed = sum(run.get("failed", False) for run in runs.values())
         cells = [f"`{row.label}`", f"{statistics.fmean(values):.2f} +- {spread(values):.2f} %"
                  + (f" ({failed} of {len(runs)} failed)" if failed else "")]
         note = f"{row.label}; {len(runs)} seeds; standard deviation {spread(values):.2f}; {size:.3f} bits per element"
         self.record.add(self.command, "test_accuracy", statistics.fmean(values), "%", note=note)
-        cells += [self.difference(row, runs, loss), f"{size:.2f}", loss]
+        cells += [self.difference(row, runs, accuracy, "accuracy_minus_reference", "points", 2), f"{size:.2f}"]
+        losses = [train_loss(run) for run in runs.values()]
+        if None in losses:
+            cells += ["not finite", ""]
+        else:
+            cells += [f"{statistics.fmean(losses):.4f}",
+                      self.difference(row, runs, train_loss, "train_loss_minus_reference", "1", 4)]
         if self.loss:
             cells += self.way_to_loss(row, runs)
         print("| " + " | ".join([*cells, row.paper]) + " |")
 
-    def difference(self, row, runs, loss):
-        paired = [accuracy(run) - accuracy(self.reference[seed]) for seed, run in runs.items() if seed in self.reference]
+    def difference(self, row, runs, value, metric, unit, digits):
+        paired = [value(run) - value(self.reference[seed]) for seed, run in runs.items() if seed in self.reference]
         if row.label == self.table.reference or not paired:
             return ""
         error = spread(paired) / math.sqrt(len(paired))
-        self.record.add(self.command, "accuracy_minus_reference", statistics.fmean(paired), "points",
-                        note=f"{row.label} minus {self.table.reference}; standard error {error:.2f}; training loss {loss}")
-        return f"{statistics.fmean(paired):+.2f} +- {error:.2f}"
+        self.record.add(self.command, metric, statistics.fmean(paired), unit,
+                        note=f"{row.label} minus {self.table.reference}; standard error {error:.{digits}f}")
+        return f"{statistics.fmean(paired):+.{digits}f} +- {error:.{digits}f}"
 
     def way_to_loss(self, row, runs):
         points = [first_at(run, self.loss) for run in runs.values()]
@@ -188,7 +210,9 @@ def main():
     arguments, passed = parser.parse_known_args()
     table = TABLES[arguments.table]
     options = merged(shlex.split(table.settings), passed)
-    if not arguments.show:
+    if not arguments.show and table.server:
+        train_with_server(table.rows, options, arguments.seeds, arguments.out)
+    elif not arguments.show:
         train(table.rows, options, arguments.seeds, arguments.out, arguments.jobs)
     report(table.rows, arguments.out)
     record = Rows("cuda" if "cuda" in passed else "cpu", arguments.machine)

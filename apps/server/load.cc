@@ -50,6 +50,7 @@ struct LoadResult {
   uint64_t steps = 0, up = 0, down = 0;
   ReduceTimes times;
   server::ClientCounts counts;
+  bool confirmed = true;  // the server has what was sent last
 };
 
 LoadResult work(const LoadOptions& options, int number, const std::atomic<bool>& stop) {
@@ -86,7 +87,7 @@ LoadResult work(const LoadOptions& options, int number, const std::atomic<bool>&
   result.down = client.counts().messages_down - before.messages_down;
   result.times = {client.times().encode - spent.encode, client.times().wait - spent.wait,
                   client.times().decode - spent.decode};
-  client.leave(30);
+  result.confirmed = client.leave(30);
   return result;
 }
 
@@ -120,6 +121,7 @@ void load(LoadOptions& options) {
     sum.times.encode += one.times.encode;
     sum.times.wait += one.times.wait;
     sum.times.decode += one.times.decode;
+    sum.confirmed = sum.confirmed && one.confirmed;
     sum.counts.late += one.counts.late;
     sum.counts.reconnects += one.counts.reconnects;
   }
@@ -141,7 +143,10 @@ void load(LoadOptions& options) {
                               {"decode_s", sum.times.decode / steps},
                               {"wait_s", sum.times.wait / steps},
                               {"late", sum.counts.late},
-                              {"reconnects", sum.counts.reconnects}};
+                              {"reconnects", sum.counts.reconnects},
+                              {"confirmed", sum.confirmed}};
+  if (!sum.confirmed)
+    std::fprintf(stderr, "the server did not confirm the last updates of some workers before they left\n");
   if (options.json) return print(row.dump() + "\n");
   print(fmt::format(
       "{} workers, {} elements, {} steps: {} per step; up {} ({:.3f} of fp32), down {} ({:.3f} of fp32); of "

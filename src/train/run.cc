@@ -100,6 +100,9 @@ nlohmann::json run(const TrainingJob& job, Engine* engine) {
   if (!record.is_null()) {
     record["machine"] = machine();
     record["memory"]["peak"] = peak_bytes();
+    nlohmann::json event = record;
+    event["event"] = "end";
+    if (job.listener) job.listener(event);
   }
   return record;
 }

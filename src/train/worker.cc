@@ -133,9 +133,6 @@ nlohmann::json Worker::train() {
     });
   nlohmann::json whole = record();
   if (!left.is_null()) whole["server"] = left;
-  nlohmann::json event = whole;
-  event["event"] = "end";
-  tell(event);
   return whole;
 }
 
