@@ -13,6 +13,7 @@ ServerModel::ServerModel(const Signature& given, uint64_t shard_elements)
       buffer_runner(make_runner(buffer_plan, {})),
       versions(layouts.size()),
       durable(layouts.size()),
+      skipped(layouts.size()),
       applied(layouts.size()),
       tallies(layouts.size()),
       bytes(layouts.size()),
@@ -33,6 +34,13 @@ uint64_t ServerModel::step() const {
 
 uint64_t ServerModel::durable_step() const {
   return *std::min_element(durable.begin(), durable.begin() + static_cast<std::ptrdiff_t>(weight_shards()));
+}
+
+// In asynchronous mode a version is an update that was applied, so those that were skipped come on top.
+ServerModel::StepCounts ServerModel::step_counts(bool async) const {
+  const auto most = std::max_element(skipped.begin(), skipped.begin() + static_cast<std::ptrdiff_t>(weight_shards()));
+  const auto shard = static_cast<size_t>(most - skipped.begin());
+  return {.skipped = *most, .tried = versions[shard] + (async ? *most : 0)};
 }
 
 bool ServerModel::whole() const {

@@ -170,7 +170,8 @@ ShardSnapshot ServerShard::snapshot() const {
                      .progress = progress_,
                      .learned_up = learning_.save(),
                      .learned_down = writer_.learning().save(),
-                     .momentum = momentum_};
+                     .momentum = momentum_,
+                     .skipped = skipped_};
   copy.weights.resize(elements_);  // of a shard that has heard of nobody yet: zeros
   copy.residual.resize(sends_updates_ ? elements_ : 0);
   copy.momentum.resize(sgd_ ? elements_ : 0);
@@ -189,6 +190,7 @@ void ServerShard::restore(ShardSnapshot snapshot) {
   make_room();
   learned_at_ = version_ = snapshot.version;
   applied_ = snapshot.applied;
+  skipped_ = snapshot.skipped;
   weights_ = std::move(snapshot.weights);
   momentum_ = std::move(snapshot.momentum);
   if (sends_updates_) residuals_.set(kResidual, snapshot.residual);

@@ -50,9 +50,12 @@ StepResult ServerUpdates::exchange(uint64_t step, std::span<const float* const> 
                                    std::span<float* const> weights, const Report& report) {
   tell(step, report);
   client_.set_rate(report.rate);
+  if (updates.empty()) return {.next = client_.skip(weights, server::Client::SkipReason::not_finite)};
   // A worker that has just joined may send nothing for some steps, while its moments warm up.
-  const bool sends = !updates.empty() && taken_++ >= warm_steps_;
-  return {.next = sends ? client_.exchange(updates, weights) : client_.skip(weights), .applied = true};
+  if (taken_++ < warm_steps_) return {.next = client_.skip(weights, server::Client::SkipReason::watching)};
+  const uint64_t corrupt = client_.counts().corrupt, next = client_.exchange(updates, weights);
+  // The server found that the weights would not stay finite.
+  return {.next = next, .applied = client_.counts().corrupt == corrupt};
 }
 
 void ServerUpdates::pool(uint64_t, std::span<float* const> second) { client_.pool(second); }

@@ -165,6 +165,7 @@ class Play {
 
   void look() {
     const nlohmann::json status = hub_->status();
+    promise(status["failed"] == !hub_->failure().empty());
     promise(status.is_object() && !status.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).empty());
   }
 
@@ -248,7 +249,7 @@ class Play {
 
   Frame wild(FrameKind kind) {
     Frame frame{.kind = kind};
-    frame.flags = source_.next<uint8_t>() % 8;
+    frame.flags = source_.next<uint8_t>() % (kind == FrameKind::pull ? 16 : 8);
     frame.shard = source_.next<uint8_t>() % 5;
     const uint64_t few = source_.next<uint8_t>() % 4;
     frame.step = source_.next<uint8_t>() % 8 ? few : source_.next<uint64_t>();
