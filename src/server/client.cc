@@ -48,7 +48,8 @@ void Client::make_shards() {
   const Device device{.threads = options_.threads};
   for (const ShardLayout& layout : layouts_) {
     const auto specs = [&](ShardMessage message) { return specs_of(options_.signature, layout, message); };
-    ClientShard shard{.up = ShardWriter(specs(ShardMessage::up), Direction::up, device),
+    ClientShard shard{.up = ShardWriter(specs(ShardMessage::up), Direction::up, device,
+                                        run_of(options_.signature, layout, async_)),
                       .refunds = ShardReader(specs(ShardMessage::up), device),
                       .down = ShardReader(specs(ShardMessage::down), device),
                       .whole_plan = std::make_unique<Plan>(specs(ShardMessage::whole)),

@@ -251,7 +251,7 @@ std::shared_ptr<ServerModel> restore_model(const ServerState& state, HubOptions&
                   fmt::format("{} was saved in mode {}; this server is told otherwise", options.checkpoint,
                               options.async ? "sync" : "async"),
                   "mode");
-    auto model = std::make_shared<ServerModel>(signature, options.shard_elements);
+    auto model = std::make_shared<ServerModel>(signature, options.shard_elements, options.async);
     std::vector<ShardSnapshot> shards(model->layouts.size());
     const auto next_slot = state.extra.at("next_slot").get<uint64_t>();
     if (next_slot > uint64_t{1} << 31)

@@ -5,7 +5,7 @@
 
 namespace gradwire::server {
 
-ServerModel::ServerModel(const Signature& given, uint64_t shard_elements)
+ServerModel::ServerModel(const Signature& given, uint64_t shard_elements, bool async)
     : signature(given),
       layouts(shard_layouts(given, shard_elements)),
       queues(layouts.size()),
@@ -20,7 +20,7 @@ ServerModel::ServerModel(const Signature& given, uint64_t shard_elements)
       ready(layouts.size()),
       open(layouts.size()) {
   for (size_t i = 0; i < layouts.size(); ++i) {
-    queues[i].shard = std::make_unique<ServerShard>(signature, layouts[i]);
+    queues[i].shard = std::make_unique<ServerShard>(signature, layouts[i], async);
     ready[i] = queues[i].shard->ready();
     bytes[i] = queues[i].shard->bytes();
   }

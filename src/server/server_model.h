@@ -35,7 +35,7 @@ struct ShardQueue {
 };
 
 struct ServerModel {
-  ServerModel(const Signature& signature, uint64_t shard_elements);
+  ServerModel(const Signature& signature, uint64_t shard_elements, bool async);
 
   size_t weight_shards() const;  // they come first; the rest pool second moments
   uint64_t step() const;         // the step that all shards of the weights have reached

@@ -18,15 +18,16 @@ const ResidualKey kResidual{Direction::down, "", 0};
 
 }  // namespace
 
-ServerShard::ServerShard(const Signature& signature, const ShardLayout& layout)
+ServerShard::ServerShard(const Signature& signature, const ShardLayout& layout, bool async)
     : layout_(layout),
       sends_updates_(signature.sends_updates && layout.role == ShardRole::weights),
       sgd_(layout.role == ShardRole::weights ? signature.sgd : std::nullopt),
       seed_(signature.seed),
       elements_(layout.elements()),
       reader_(specs_of(signature, layout, ShardMessage::up)),
-      learning_(reader_.specs(), Direction::up),
-      writer_(specs_of(signature, layout, ShardMessage::down), Direction::down, {}),
+      learning_(reader_.specs(), Direction::up, run_of(signature, layout, async)),
+      writer_(specs_of(signature, layout, ShardMessage::down), Direction::down, {},
+              run_of(signature, layout, async)),
       whole_plan_(specs_of(signature, layout, ShardMessage::whole)),
       whole_runner_(make_runner(whole_plan_, {})) {
   for (const TensorSpec& spec : reader_.specs()) name_hashes_.push_back(hash_name(spec.name));

@@ -52,7 +52,7 @@ struct ShardSnapshot {
 
 class ServerShard {
  public:
-  ServerShard(const Signature& signature, const ShardLayout& layout);
+  ServerShard(const Signature& signature, const ShardLayout& layout, bool async = false);
 
   bool ready() const { return ready_; }        // it has weights
   void set(std::span<const std::byte> whole);  // the first ones; Error{frame}

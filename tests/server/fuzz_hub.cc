@@ -47,7 +47,7 @@ Signature toy_signature(uint8_t flags) {
                              !compressed ? "fp32"
                              : learns    ? "optquant:bits=4,refit=1"
                                          : "unigrid:bits=8",
-                             flags & 2, flags & 4);
+                             flags & 2, flags & 4, flags % 8);  // runs that go on after their end, too
 }
 
 // What the hub sends to one worker.
