@@ -18,7 +18,7 @@ import pytest
 
 import train_fixture as lab
 from relay_fixture import Wires
-from train_fixture import BAD_INPUT, IO, PROGRAM, USAGE, refuse, train
+from train_fixture import BAD_INPUT, FAILED, IO, PROGRAM, USAGE, refuse, train
 
 PEER = 6  # exit code: a peer has failed
 SECONDS = 300  # after which a test gives up waiting; none depends on how many pass
@@ -206,6 +206,7 @@ def test_status_is_for_people_and_for_machines(base):
         assert now["state"] == "training" and now["workers"]["present"] == 2 and now["step"] >= 50
         assert now["steps_per_s"] > 0 and 0 < now["loss"] < 3 and 0 < now["bytes"]["up"] < 0.2 * now["bytes"]["fp32_up"]
         assert "anna" in text and "training" in text and "\nledger      ok" in text
+        assert now["skipped_steps"] == 0 and now["failed"] is False and "skipped" not in text
         after = kept(server)
         assert after["step"] == 960 and after["ledger"]["held"] == after["ledger"]["lost"] == 0
         assert after["workers"]["present"] == 0
@@ -224,6 +225,29 @@ def test_a_killed_worker_is_reported_as_lost_and_the_others_go_on(base):
         now = kept(server)
         assert now["ledger"]["lost"] != 0 and now["ledger"]["held"] == 0
         assert sorted(one["state"] for one in now["workers"]["list"]) == ["left", "lost"]
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["when done", "term"])
+def test_a_training_that_goes_astray_fails_at_the_workers_and_at_the_server(tmp_path, base, done):
+    arguments = ["mlp:width=8,depth=9" if word == "mlp:width=32,depth=1" else word for word in base]
+    arguments += ["--rate", 1e6, "--epochs", 2]
+    checkpoint = tmp_path / "ps.gwc"
+    with serve("--min-workers", 2, "--checkpoint", checkpoint, *(["--exit-when-done"] if done else [])) as server:
+        with work(server, *arguments) as one, work(server, *arguments) as two:
+            ends = [one.end(FAILED), two.end(FAILED)]
+        if not done:
+            now, text = status(server), lab.call("status", "--server", server.address)[0]
+            assert now["failed"] and 16 < now["skipped_steps"] <= now["step"] == 32
+            assert f"{now['skipped_steps']} steps, not finite: more than half, so the training has FAILED" in text
+            server.signal(signal.SIGTERM)
+        assert server.end(FAILED)["event"] == "stopped"
+    assert all(end["failed"] and end["skipped_steps"] > 16 for end in ends)
+    assert len(server.of("skipped")) >= 8 and "of 32 steps were left out" in server.of("failed")[0]["note"]
+    # It is the checkpoint of a failed training, and says so again. Nobody trains any more, so nothing changes that.
+    with serve("--checkpoint", checkpoint) as server:
+        assert status(server)["failed"]
+        server.signal(signal.SIGTERM)
+        server.end(FAILED)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "term"])
