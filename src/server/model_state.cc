@@ -135,7 +135,8 @@ void restore_shards(const ServerState& state, ServerModel& model, std::vector<Sh
     shard.skipped = parts.at(p).value("skipped", uint64_t{0});  // an earlier version did not count them
     if (shard.skipped > kMaxVersion)
       throw Error(ErrorKind::frame,
-                  fmt::format("bad state: parts[{}].skipped is {}; allowed are 0 to 2^62", p, shard.skipped), "skipped");
+                  fmt::format("bad state: parts[{}].skipped is {}; allowed are 0 to 2^62", p, shard.skipped),
+                  "skipped");
     shard.learned_up = bytes_of_words(parts.at(p), "learned_up");
     shard.learned_down = bytes_of_words(parts.at(p), "learned_down");
     const json& forgotten = state.extra.at("forgotten").at(p);

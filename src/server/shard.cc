@@ -26,8 +26,7 @@ ServerShard::ServerShard(const Signature& signature, const ShardLayout& layout, 
       elements_(layout.elements()),
       reader_(specs_of(signature, layout, ShardMessage::up)),
       learning_(reader_.specs(), Direction::up, run_of(signature, layout, async)),
-      writer_(specs_of(signature, layout, ShardMessage::down), Direction::down, {},
-              run_of(signature, layout, async)),
+      writer_(specs_of(signature, layout, ShardMessage::down), Direction::down, {}, run_of(signature, layout, async)),
       whole_plan_(specs_of(signature, layout, ShardMessage::whole)),
       whole_runner_(make_runner(whole_plan_, {})) {
   for (const TensorSpec& spec : reader_.specs()) name_hashes_.push_back(hash_name(spec.name));

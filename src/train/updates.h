@@ -36,7 +36,7 @@ struct Report {
 };
 
 struct StepResult {
-  uint64_t next = 0;  // the step that the weights are for
+  uint64_t next = 0;    // the step that the weights are for
   bool applied = true;  // false: this worker's update did not count, because a value was not finite
 };
 

@@ -15,8 +15,7 @@ namespace gradwire::fuzz {
 
 inline constexpr uint64_t kShardElements = 32;
 
-inline server::Signature toy_signature(const char* up, const char* down, bool updates, bool pools,
-                                       uint64_t steps = 0) {
+inline server::Signature toy_signature(const char* up, const char* down, bool updates, bool pools, uint64_t steps = 0) {
   server::Signature signature;
   signature.parameters = {{"w", {16}}, {"v", {4, 10}}};  // two shards
   signature.buffers = {{"b", {3}}};

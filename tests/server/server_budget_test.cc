@@ -33,9 +33,9 @@ using Tensors = std::vector<std::vector<float>>;
 
 // The update of a worker: uniform values within +-norm. And what all of them would have added up to without
 // compression: as there is error feedback, the difference from it is what the last quantisation has left out.
-class Course {
+class BudgetCourse {
  public:
-  explicit Course(std::vector<double> norms)
+  explicit BudgetCourse(std::vector<double> norms)
       : norms_(std::move(norms)), exact_(kTensors, std::vector<double>(kElements)) {}
   void update(int worker, uint64_t step, Tensors& to) const {
     for (size_t i = 0; i < kTensors; ++i)
@@ -63,7 +63,7 @@ class Course {
 };
 
 double noise_over_reducer(const std::vector<double>& norms, const std::string& up) {
-  Course course(norms);
+  BudgetCourse course(norms);
   run_loopback(kWorkers, [&](Engine& engine) {
     ReduceOptions options;
     options.method = ReduceOptions::Method::gather;
@@ -107,7 +107,7 @@ ServerRun run_over_server(const std::vector<double>& norms, const std::string& u
     specs.push_back({.name = signature.parameters[i].name, .count = kElements, .codec = codec.fitted({{4}})});
   const double other =
       8.0 * static_cast<double>(Plan(specs).message_bytes()) / static_cast<double>(specs.size() * kElements) - 4;
-  Course course(norms);
+  BudgetCourse course(norms);
   double bits = 0;
   ToyWorkers toys = make_workers(server, signature, kWorkers);
   join(toys);

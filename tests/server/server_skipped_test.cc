@@ -93,7 +93,8 @@ TEST(ServerSkipped, WeightsThatWouldNotStayFiniteAreSkippedSteps) {
     for (auto& one : toy.update.values) std::fill(one.begin(), one.end(), 3e38f);
     for (int i = 0; i < 4; ++i) toy.client.exchange(toy.update.constant(), toy.weights.pointers);
     EXPECT_GT(toy.client.counts().corrupt, 0u);
-    EXPECT_EQ(server.hub()->status()["step"], async ? 1 : 4);  // without steps, versions count updates that were applied
+    // Without steps, versions count the updates that were applied.
+    EXPECT_EQ(server.hub()->status()["step"], async ? 1 : 4);
     expect_counts(server, 3, true);
     for (const auto& one : toy.weights.values)
       for (float value : one) ASSERT_EQ(value, -3e38f);
