@@ -161,8 +161,8 @@ void BucketCore::decode_up(uint64_t step, std::span<const ConstBytes> messages, 
   const std::vector<void*> to(sums.begin(), sums.end());
   start_bounds(up_mine_, up_bounded_);
   for (size_t p = 0; p < messages.size(); ++p) {
-    up_reader_->decode(messages[p], to, p == 0 ? Write::set : Write::add,
-                       stamp_of(job_, self_, step, Direction::up, p), staging_);
+    up_reader_->decode(messages[p], to, p == 0 ? Write::set : Write::add, stamp_of(job_, self_, step, Direction::up, p),
+                       staging_);
     keep_bounded(up_reader_->plan(), messages[p], up_bounded_);
   }
   sums_->divide_by(device_, self_.world, sums);

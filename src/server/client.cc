@@ -48,14 +48,14 @@ void Client::make_shards() {
   const Device device{.threads = options_.threads};
   for (const ShardLayout& layout : layouts_) {
     const auto specs = [&](ShardMessage message) { return specs_of(options_.signature, layout, message); };
-    ClientShard shard{.up = ShardWriter(specs(ShardMessage::up), Direction::up, device,
-                                        run_of(options_.signature, layout, async_)),
-                      .refunds = ShardReader(specs(ShardMessage::up), device),
-                      .down = ShardReader(specs(ShardMessage::down), device),
-                      .whole_plan = std::make_unique<Plan>(specs(ShardMessage::whole)),
-                      .whole = nullptr,
-                      .tally = {},
-                      .pooled = nullptr};
+    ClientShard shard{
+        .up = ShardWriter(specs(ShardMessage::up), Direction::up, device, run_of(options_.signature, layout, async_)),
+        .refunds = ShardReader(specs(ShardMessage::up), device),
+        .down = ShardReader(specs(ShardMessage::down), device),
+        .whole_plan = std::make_unique<Plan>(specs(ShardMessage::whole)),
+        .whole = nullptr,
+        .tally = {},
+        .pooled = nullptr};
     shard.whole = make_runner(*shard.whole_plan, device);
     shards_.push_back(std::move(shard));
   }
@@ -162,11 +162,8 @@ void Client::drop_durable() {
 void Client::ask(size_t p, uint64_t target, bool replay, uint8_t flags) {
   ClientShard& shard = shards_[p];
   if (shard.asked) return;
-  Frame frame{.kind = FrameKind::pull,
-              .flags = flags,
-              .shard = static_cast<uint32_t>(p),
-              .step = target,
-              .held = shard.held};
+  Frame frame{
+      .kind = FrameKind::pull, .flags = flags, .shard = static_cast<uint32_t>(p), .step = target, .held = shard.held};
   Blob payload;
   SentUpdate* update = log_.oldest_open(p);
   // The step of an update may have been closed while the connection was down.
