@@ -107,8 +107,8 @@ void add_training(CLI::App& command, TrainingOptions& options) {
   number("--theta", s.theta, "Decay rate of the second moment");
   command.add_flag(
       "!--no-correction", s.correction,
-      "Do not correct the bias of the moments, as in the method as reconstructed; the first updates are then several "
-      "times too large");
+      "Do not correct the bias of the moments; the method as reconstructed does not either, and the first updates are "
+      "then several times too large");
   add_choice(
       command, "--moments", s.moments, {"local", "shared"},
       "local: each worker keeps its own second moments; shared: they are averaged, for workers whose data differ");
