@@ -148,11 +148,13 @@ def test_workers_end_with_the_weights_of_one_process(tmp_path, base, way):
     ["--optimizer", "qadam", "--up", "casq:bits=2,refit=5", "--down", "optquant:bits=6,refit=7"],
     ["--optimizer", "sgd", "--momentum", 0.9, "--up", "fp32"],
     ["--optimizer", "sgd", "--momentum", 0.9, "--up", "casq:bits=2,refit=5"],
-], ids=["learned both ways", "sgd", "sgd and learned"])
+    ["--optimizer", "sgd", "--momentum", 0.9, "--up", "dqsgd:budget=4.5"],
+], ids=["learned both ways", "sgd", "sgd and learned", "sgd and planned"])
 def test_what_is_learned_and_the_momentum_survive_the_server(tmp_path, base, way):
     """Also when the server is killed in the middle, the weights are those of one process, bit for bit."""
     arguments = [word for word in base if word not in ("--optimizer", "qadam")] + ["--epochs", 6, *way]
-    alone = train(*arguments, *(["--collective", "gather", "--bucket-mb", 1000] if "sgd" in way else []))
+    like_a_server = ["--collective", "gather", "--bucket-mb", 1000, "--feedback", "on"] if "sgd" in way else []
+    alone = train(*arguments, *like_a_server)
     checkpoint = tmp_path / "ps.gwc"
     with serve("--min-workers", 2, "--checkpoint", checkpoint, "--save-every", 10) as server:
         with work(server, *arguments) as one, work(server, *arguments) as two:
