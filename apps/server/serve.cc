@@ -148,6 +148,7 @@ void serve(ServeOptions& options) {
   while (!stop && !(options.exit_when_done && hub.finished()))
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   hub.stop();
+  if (const std::string why = hub.failure(); !why.empty()) throw TrainingFailed("the training failed: " + why);
 }
 
 }  // namespace

@@ -15,7 +15,7 @@
 namespace gradwire::app {
 namespace {
 
-// Defaults of qadam: the codecs of the paper, and the collective that follows from what is sent.
+// Defaults of qadam: the codecs that were made for it, and the collective that follows from what is sent.
 void fill_in_qadam(TrainingOptions& options) {
   train::Settings& s = options.settings;
   const auto given = [&](const char* name) { return options.command->get_option(name)->count() > 0; };
@@ -107,7 +107,8 @@ void add_training(CLI::App& command, TrainingOptions& options) {
   number("--theta", s.theta, "Decay rate of the second moment");
   command.add_flag(
       "!--no-correction", s.correction,
-      "Do not correct the bias of the moments, as published; the first updates are then several times too large");
+      "Do not correct the bias of the moments; the method as reconstructed does not either, and the first updates are "
+      "then several times too large");
   add_choice(
       command, "--moments", s.moments, {"local", "shared"},
       "local: each worker keeps its own second moments; shared: they are averaged, for workers whose data differ");

@@ -31,8 +31,9 @@ class Learner {
  public:
   // Throws Error{usage, "codec"} for a codec that learns nothing. `elements`: how many elements one rank sends with
   // this codec in a step; `world`: the number of ranks; `steps`: the length of the run, for codecs that plan with it
-  // (dqsgd), or 0 if it is not known.
-  Learner(const Codec& codec, uint64_t elements, int world, uint64_t steps = 0);
+  // (dqsgd), or 0 if it is not known; `share`: where several learners share a model, the part of its elements that
+  // this one decides for, and so its part of a bound on the error.
+  Learner(const Codec& codec, uint64_t elements, int world, uint64_t steps = 0, double share = 1);
   ~Learner();
   Learner(Learner&&) noexcept;
   Learner& operator=(Learner&&) noexcept;

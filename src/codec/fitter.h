@@ -28,6 +28,7 @@ struct FitContext {
   uint64_t elements = 1;  // that one rank sends with the codec in a step
   int world = 1;          // ranks
   uint64_t steps = 0;     // of the run; 0: not known
+  double share = 1;       // of the model's elements that are learned for here
 };
 
 class Fitter {

@@ -56,7 +56,7 @@ inline uint32_t unit_of_mode(const Values& v) { return v.choice("mode") == "pape
 // What has a scale of its own: buckets, or the whole tensor.
 inline Parameter scale_parameter() {
   return choice("scale", {"bucket", "tensor"},
-                "what has a scale of its own: each bucket, or the whole tensor as published");
+                "what has a scale of its own: each bucket, or the whole tensor, as reconstructed");
 }
 inline uint32_t unit_of_scale(const Values& v) { return v.choice("scale") == "tensor" ? 0 : v.integer("bucket"); }
 

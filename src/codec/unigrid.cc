@@ -15,7 +15,7 @@ CodecDef codec_unigrid() {
           .specs = {"unigrid:bits=13,range=0.5", "unigrid:bits=16,range=0.5"},
           .parameters = {integer("bits", "8", 2, 16, "bits of a code: 2^(bits-1) - 1 values on each side of zero"),
                          real("range", "0", 0, 3e38,
-                              "values beyond become it, as published (there 0.5). 0: the largest magnitude of each "
+                              "values beyond become it, as reconstructed (there 0.5). 0: the largest magnitude of each "
                               "bucket"),
                          scale_parameter(), bucket_parameter()},
           .scheme =

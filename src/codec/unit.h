@@ -8,7 +8,6 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
 
 #include "device/kernels.h"
 #include "device/scheme.h"
@@ -38,11 +37,6 @@ struct UnitOps {
   void (*decode)(const Kernels& kernels, const Span& span, uint64_t task, Scratch& scratch);
 
   const CudaUnitOps* cuda = nullptr;  // null: the codec, or this build, has no kernels
-
-  // Averaging messages without decoding each of them (merge.h); both null where a codec has no way to do it. `span`
-  // says what the tensor is, `regions` where its words are in each message. The result is f32.
-  bool (*mergeable)(const Scheme& scheme) = nullptr;
-  UnitProblem (*merge)(const Span& span, std::span<const uint32_t* const> regions, float* out) = nullptr;
 };
 
 }  // namespace gradwire

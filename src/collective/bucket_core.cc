@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "message/bounded.h"
-#include "message/merge.h"
 
 namespace gradwire {
 namespace {
@@ -59,7 +58,6 @@ BucketCore::BucketCore(const Job& job, RankInfo self, const Device& device, Buck
       device_(device),
       memory_(memory_of(device)),
       plan_(std::move(plan)),
-      messages_(messages),
       epochs_(epochs),
       staging_(memory_, messages) {
   if (has_up()) {
@@ -160,40 +158,15 @@ void BucketCore::start_bounds(std::span<const Shard> shards, std::vector<uint8_t
 
 void BucketCore::decode_up(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out) {
   const std::vector<float*> sums = sums_->places(out);
-  if (plan_.gather && messages_ == Messages::on_host && can_merge(up_reader_->plan())) {
-    merge(messages, sums);
-    up_bounded_.assign(up_mine_.size(), 0);
-  } else {
-    const std::vector<void*> to(sums.begin(), sums.end());
-    start_bounds(up_mine_, up_bounded_);
-    for (size_t p = 0; p < messages.size(); ++p) {
-      up_reader_->decode(messages[p], to, p == 0 ? Write::set : Write::add,
-                         stamp_of(job_, self_, step, Direction::up, p), staging_);
-      keep_bounded(up_reader_->plan(), messages[p], up_bounded_);
-    }
+  const std::vector<void*> to(sums.begin(), sums.end());
+  start_bounds(up_mine_, up_bounded_);
+  for (size_t p = 0; p < messages.size(); ++p) {
+    up_reader_->decode(messages[p], to, p == 0 ? Write::set : Write::add, stamp_of(job_, self_, step, Direction::up, p),
+                       staging_);
+    keep_bounded(up_reader_->plan(), messages[p], up_bounded_);
   }
   sums_->divide_by(device_, self_.world, sums);
   if (plan_.sums == ShardSums::Use::tensors) sums_->round(device_, out);
-}
-
-// Tables are merged on the host, wherever the sums are wanted.
-void BucketCore::merge(std::span<const ConstBytes> messages, std::span<float* const> sums) {
-  std::vector<float*> to(sums.begin(), sums.end());
-  const bool here = memory_->on_host();
-  if (!here) {
-    uint64_t floats = 0;
-    for (const Shard& shard : up_mine_) floats += shard.count;
-    if (!merged_) merged_.emplace(memory_, Buffer::Place::host, floats * sizeof(float));
-    float* at = merged_->floats();
-    for (size_t i = 0; i < to.size(); at += up_mine_[i++].count) to[i] = at;
-  }
-  decode_merged(up_reader_->plan(), messages, to);
-  const auto world = static_cast<float>(self_.world);
-  for (size_t i = 0; i < to.size(); ++i) {
-    // Merging gives the mean, and what stands here is the sum.
-    for (float* x = to[i]; x < to[i] + up_mine_[i].count; ++x) *x *= world;
-    if (!here) memory_->start_from_host(sums[i], to[i], up_mine_[i].count * sizeof(float));
-  }
 }
 
 void BucketCore::encode_down(uint64_t step, Bytes to, std::span<const void* const> values, Learning* learning,

@@ -99,13 +99,12 @@ class BucketCore {
   void wait_for_copies() { staging_.wait(); }
 
   uint64_t staging_memory() const { return staging_.held(); }
-  uint64_t sum_memory() const { return (sums_ ? sums_->held() : 0) + (merged_ ? merged_->held() : 0); }
+  uint64_t sum_memory() const { return sums_ ? sums_->held() : 0; }
 
  private:
   size_t rank() const { return static_cast<size_t>(self_.rank); }
   void recode(Direction direction);
   void resize_staging();
-  void merge(std::span<const ConstBytes> messages, std::span<float* const> sums);
   void start_bounds(std::span<const Shard> shards, std::vector<uint8_t>& bounded) const;
 
   const Job& job_;
@@ -113,12 +112,10 @@ class BucketCore {
   Device device_;
   std::shared_ptr<Memory> memory_;
   BucketPlan plan_;
-  Messages messages_;
   std::vector<Shard> up_mine_, whole_;  // whole_: the tensors of all up lists
   std::vector<std::unique_ptr<MessageCoder>> up_writers_, down_readers_;
   std::unique_ptr<MessageCoder> up_reader_, down_writer_;
   std::optional<ShardSums> sums_;
-  std::optional<Buffer> merged_;  // on a GPU, where tables are merged: the host's sums on their way to it
   std::array<uint64_t, 2> epochs_;
   // Per shard: whether the scales of the step's messages prove the results finite (message/bounded.h).
   std::vector<uint8_t> up_bounded_;

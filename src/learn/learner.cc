@@ -127,9 +127,10 @@ struct Learner::State {
   static uint64_t name_of(const TensorSpec& spec) { return spec.name_hash ? *spec.name_hash : hash_name(spec.name); }
 };
 
-Learner::Learner(const Codec& codec, uint64_t elements, int world, uint64_t steps) : state_(std::make_unique<State>()) {
+Learner::Learner(const Codec& codec, uint64_t elements, int world, uint64_t steps, double share)
+    : state_(std::make_unique<State>()) {
   state_->base = codec;
-  state_->fitter = make_fitter(codec, {.elements = elements, .world = world, .steps = steps});
+  state_->fitter = make_fitter(codec, {.elements = elements, .world = world, .steps = steps, .share = share});
   state_->elements = elements;
 }
 Learner::~Learner() = default;

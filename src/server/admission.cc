@@ -120,7 +120,7 @@ std::shared_ptr<ServerModel> Admission::make_model(const Signature& signature) c
   if (signature.sgd && context_.options.async)
     throw Error(ErrorKind::usage,
                 "the momentum of sgd needs steps: this server has none (--mode async); use --optimizer qadam", "mode");
-  auto model = std::make_shared<ServerModel>(signature, context_.options.shard_elements);
+  auto model = std::make_shared<ServerModel>(signature, context_.options.shard_elements, context_.options.async);
   if (!context_.options.init.empty()) read_init(*model);
   return model;
 }

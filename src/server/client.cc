@@ -48,13 +48,14 @@ void Client::make_shards() {
   const Device device{.threads = options_.threads};
   for (const ShardLayout& layout : layouts_) {
     const auto specs = [&](ShardMessage message) { return specs_of(options_.signature, layout, message); };
-    ClientShard shard{.up = ShardWriter(specs(ShardMessage::up), Direction::up, device),
-                      .refunds = ShardReader(specs(ShardMessage::up), device),
-                      .down = ShardReader(specs(ShardMessage::down), device),
-                      .whole_plan = std::make_unique<Plan>(specs(ShardMessage::whole)),
-                      .whole = nullptr,
-                      .tally = {},
-                      .pooled = nullptr};
+    ClientShard shard{
+        .up = ShardWriter(specs(ShardMessage::up), Direction::up, device, run_of(options_.signature, layout, async_)),
+        .refunds = ShardReader(specs(ShardMessage::up), device),
+        .down = ShardReader(specs(ShardMessage::down), device),
+        .whole_plan = std::make_unique<Plan>(specs(ShardMessage::whole)),
+        .whole = nullptr,
+        .tally = {},
+        .pooled = nullptr};
     shard.whole = make_runner(*shard.whole_plan, device);
     shards_.push_back(std::move(shard));
   }
@@ -158,10 +159,11 @@ void Client::drop_durable() {
 
 // The next request for one shard: take an update, or give weights of `target`. With `replay`, only updates are sent, to
 // bring a restarted server to where others need it, and no weights are wanted.
-void Client::ask(size_t p, uint64_t target, bool replay) {
+void Client::ask(size_t p, uint64_t target, bool replay, uint8_t flags) {
   ClientShard& shard = shards_[p];
   if (shard.asked) return;
-  Frame frame{.kind = FrameKind::pull, .shard = static_cast<uint32_t>(p), .step = target, .held = shard.held};
+  Frame frame{
+      .kind = FrameKind::pull, .flags = flags, .shard = static_cast<uint32_t>(p), .step = target, .held = shard.held};
   Blob payload;
   SentUpdate* update = log_.oldest_open(p);
   // The step of an update may have been closed while the connection was down.
@@ -173,6 +175,7 @@ void Client::ask(size_t p, uint64_t target, bool replay) {
   if (update) {
     const SentShard& sent = update->shards[p];
     frame.step = sent.step;
+    frame.flags = 0;
     if (!async_ && shard.version < sent.step) {
       // A restarted server is behind this update. Other workers send it what is missing; wait until it has come here.
       frame.flags = kQuiet;
@@ -194,7 +197,7 @@ void Client::ask(size_t p, uint64_t target, bool replay) {
 }
 
 // Until it is known what became of every update, and all shards hold the weights of one step: `target` or a later one.
-void Client::settle(uint64_t target, std::span<float* const> weights) {
+void Client::settle(uint64_t target, std::span<float* const> weights, uint8_t flags) {
   resend_pooled();
   while (true) {
     // If one shard was closed without this worker, the others have to follow: weights of two steps do not mix.
@@ -203,7 +206,7 @@ void Client::settle(uint64_t target, std::span<float* const> weights) {
       for (size_t p = 0; p < weight_shards_; ++p) top = std::max(top, shards_[p].version);
     bool done = true;
     for (size_t p = 0; p < weight_shards_; ++p) {
-      ask(p, top);
+      ask(p, top, false, flags);
       done = done && !shards_[p].asked;
     }
     if (done) return;
@@ -252,11 +255,11 @@ uint64_t Client::exchange(std::span<const float* const> updates, std::span<float
   return step();
 }
 
-uint64_t Client::skip(std::span<float* const> weights) {
+uint64_t Client::skip(std::span<float* const> weights, SkipReason why) {
   const uint64_t target = async_ ? 0 : step() + 1;
   if (async_)
     for (ClientShard& shard : shards_) shard.held = kNone;  // so that settle() asks for weights at all
-  persist([&] { settle(target, weights); });
+  persist([&] { settle(target, weights, why == SkipReason::not_finite ? kNotFinite : 0); });
   ++local_step_;
   return step();
 }

@@ -57,7 +57,10 @@ class Client {
   uint64_t exchange(std::span<const float* const> updates, std::span<float* const> weights);
   // The learning rate of the next step, for codecs that follow it and for a server that runs SGD.
   void set_rate(double rate) { rate_ = rate; }
-  uint64_t skip(std::span<float* const> weights);  // a step for which this worker has nothing to send
+  // A step for which this worker has nothing to send: because its gradient was not finite, which the server counts, or
+  // because it only watches.
+  enum class SkipReason { not_finite, watching };
+  uint64_t skip(std::span<float* const> weights, SkipReason why);
   // In: second moments. Out: their mean over the workers.
   void pool(std::span<float* const> second);
   // Gives the residual to the server and waits until it is on disk; false if that was not confirmed in time.
@@ -117,8 +120,9 @@ class Client {
   void encode_shard(SentUpdate& update, size_t shard, std::span<const float* const> updates);
   void refund(SentUpdate& update, size_t shard);
   void drop_durable();
-  void ask(size_t shard, uint64_t target, bool replay = false);
-  void settle(uint64_t target, std::span<float* const> weights);
+  // `flags`: of pulls.
+  void ask(size_t shard, uint64_t target, bool replay = false, uint8_t flags = 0);
+  void settle(uint64_t target, std::span<float* const> weights, uint8_t flags = 0);
   void send_initial(std::span<float* const> weights);
   void send_residual(uint64_t sequence);
   void resend_pooled();

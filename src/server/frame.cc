@@ -109,8 +109,10 @@ Frame read_frame_head(std::span<const std::byte> bytes, size_t payload_bytes) {
   if (!known(frame.kind)) refuse("kind", fmt::format("is {}, which is unknown", static_cast<int>(frame.kind)));
   if (frame.status > UpdateStatus::corrupt)
     refuse("status", fmt::format("is {}, which is unknown", static_cast<int>(frame.status)));
-  if (frame.flags > (kQuiet | kWhole | kBufferOwner))
+  if (frame.flags > (kQuiet | kWhole | kBufferOwner | kNotFinite))
     refuse("flags", fmt::format("are {}, which are unknown", frame.flags));
+  if ((frame.flags & kNotFinite) && frame.kind != FrameKind::pull)
+    refuse("flags", fmt::format("are {}; only a pull says that a gradient was not finite", frame.flags));
   if (const auto said = get<uint64_t>(at + 40); said != payload_bytes)
     refuse("payload", fmt::format("has {} bytes; the head says {}", payload_bytes, said));
   if (!(frame.rate >= 0 && frame.rate <= kMostRate))

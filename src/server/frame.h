@@ -56,6 +56,7 @@ enum Flag : uint8_t {
   kQuiet = 1,        // from a worker: only the status is wanted, no weights
   kWhole = 2,        // from the server: the payload is all weights in fp32, not what the down codec sends
   kBufferOwner = 4,  // from the server: this worker is the one whose buffers are kept
+  kNotFinite = 8,    // pull: the worker sends no update for the step before, because its gradient was not finite
 };
 
 // What a worker has computed for one shard since it first joined, and what of it has not been applied: numbers with

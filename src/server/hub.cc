@@ -48,6 +48,11 @@ bool ServerHub::finished() const {
   return membership_.finished();
 }
 
+std::string ServerHub::failure() const {
+  const std::lock_guard lock(context_.mutex);
+  return status_.failure();
+}
+
 void ServerHub::received(const std::shared_ptr<Session>& session, const Frame& frame, Blob payload,
                          std::function<void()> done) {
   try {
@@ -172,6 +177,7 @@ void ServerHub::stop() {
       if (worker.session) sessions.push_back(worker.session);
   }
   for (const auto& session : sessions) session->refuse(Refusal::stopping, "the server is stopping");
+  if (const std::string why = failure(); !why.empty()) context_.log("failed", {{"note", why}});
   context_.log("stopped", {});
 }
 

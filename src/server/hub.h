@@ -47,8 +47,9 @@ class ServerHub {
   void log(const char* event, nlohmann::json fields) { context_.log(event, std::move(fields)); }
 
   nlohmann::json status() const;
-  void stop();            // saves, and tells all workers
-  bool finished() const;  // there were workers, and all have left on purpose
+  void stop();                  // saves, tells all workers, and says in the journal if the training has failed
+  bool finished() const;        // there were workers, and all have left on purpose
+  std::string failure() const;  // in words, why the training has failed; empty if it has not
 
  private:
   uint32_t check_frame(const Session& session, const Frame& frame);  // the sender's slot; Error{frame}

@@ -47,6 +47,8 @@ void HubContext::log_refusal(const std::string& reason, const std::string& peer,
 
 void HubContext::log_saved(nlohmann::json fields) const { log_limited(saves_, "saved", std::move(fields)); }
 
+void HubContext::log_skipped(nlohmann::json fields) const { log_limited(skips_, "skipped", std::move(fields)); }
+
 void HubContext::log_limited(LineLimit& limit, const char* event, nlohmann::json fields) const {
   {
     const std::lock_guard lock(log_mutex_);

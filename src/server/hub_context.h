@@ -39,8 +39,9 @@ class HubContext {
   void log(const char* event, nlohmann::json fields) const;
   // A peer was refused. A flood of refusals is not a flood of lines: the next line says how many were left out.
   void log_refusal(const std::string& reason, const std::string& peer, const std::string& words) const;
-  void log_saved(nlohmann::json fields) const;   // likewise: a line in ten seconds
-  std::shared_ptr<ServerModel> current_model();  // takes the lock
+  void log_saved(nlohmann::json fields) const;    // likewise: a line in ten seconds
+  void log_skipped(nlohmann::json fields) const;  // likewise: a line a second
+  std::shared_ptr<ServerModel> current_model();   // takes the lock
 
   HubOptions options;  // changes only while the hub is being constructed
   mutable std::mutex mutex;
@@ -53,7 +54,7 @@ class HubContext {
   void log_limited(LineLimit& limit, const char* event, nlohmann::json fields) const;
 
   mutable std::mutex log_mutex_;
-  mutable LineLimit refusals_{8, 1.0}, saves_{1, 0.1};
+  mutable LineLimit refusals_{8, 1.0}, saves_{1, 0.1}, skips_{8, 1.0};
 
  public:
   Strands strands;  // the last member: its threads use the others

@@ -132,6 +132,11 @@ void restore_shards(const ServerState& state, ServerModel& model, std::vector<Sh
                   fmt::format("bad state: parts[{}].version is {}; allowed are 0 to 2^62", p, shard.version),
                   "version");
     shard.applied = parts.at(p).at("applied").get<double>();
+    shard.skipped = parts.at(p).value("skipped", uint64_t{0});  // an earlier version did not count them
+    if (shard.skipped > kMaxVersion)
+      throw Error(ErrorKind::frame,
+                  fmt::format("bad state: parts[{}].skipped is {}; allowed are 0 to 2^62", p, shard.skipped),
+                  "skipped");
     shard.learned_up = bytes_of_words(parts.at(p), "learned_up");
     shard.learned_down = bytes_of_words(parts.at(p), "learned_down");
     const json& forgotten = state.extra.at("forgotten").at(p);
@@ -147,6 +152,7 @@ void restore_shards(const ServerState& state, ServerModel& model, std::vector<Sh
     }
     model.versions[p] = model.durable[p] = shard.version;
     model.applied[p] = shard.applied;
+    model.skipped[p] = shard.skipped;
     model.queues[p].shard->restore(std::move(shard));
     model.ready[p] = 1;
     model.bytes[p] = model.queues[p].shard->bytes();
@@ -181,6 +187,7 @@ ServerState copied_arrays(const ServerModel& model, const ModelCopy& copy) {
   for (size_t p = 0; p < model.layouts.size(); ++p) {
     const ShardSnapshot& shard = copy.shards[p];
     parts.push_back({{"version", shard.version}, {"applied", shard.applied}});
+    if (shard.skipped > 0) parts.back()["skipped"] = shard.skipped;
     if (!shard.learned_up.empty()) parts.back()["learned_up"] = words_of(shard.learned_up);
     if (!shard.learned_down.empty()) parts.back()["learned_down"] = words_of(shard.learned_down);
     if (model.layouts[p].role == ShardRole::pool) {
@@ -245,7 +252,7 @@ std::shared_ptr<ServerModel> restore_model(const ServerState& state, HubOptions&
                   fmt::format("{} was saved in mode {}; this server is told otherwise", options.checkpoint,
                               options.async ? "sync" : "async"),
                   "mode");
-    auto model = std::make_shared<ServerModel>(signature, options.shard_elements);
+    auto model = std::make_shared<ServerModel>(signature, options.shard_elements, options.async);
     std::vector<ShardSnapshot> shards(model->layouts.size());
     const auto next_slot = state.extra.at("next_slot").get<uint64_t>();
     if (next_slot > uint64_t{1} << 31)

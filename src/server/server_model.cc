@@ -5,7 +5,7 @@
 
 namespace gradwire::server {
 
-ServerModel::ServerModel(const Signature& given, uint64_t shard_elements)
+ServerModel::ServerModel(const Signature& given, uint64_t shard_elements, bool async)
     : signature(given),
       layouts(shard_layouts(given, shard_elements)),
       queues(layouts.size()),
@@ -13,13 +13,14 @@ ServerModel::ServerModel(const Signature& given, uint64_t shard_elements)
       buffer_runner(make_runner(buffer_plan, {})),
       versions(layouts.size()),
       durable(layouts.size()),
+      skipped(layouts.size()),
       applied(layouts.size()),
       tallies(layouts.size()),
       bytes(layouts.size()),
       ready(layouts.size()),
       open(layouts.size()) {
   for (size_t i = 0; i < layouts.size(); ++i) {
-    queues[i].shard = std::make_unique<ServerShard>(signature, layouts[i]);
+    queues[i].shard = std::make_unique<ServerShard>(signature, layouts[i], async);
     ready[i] = queues[i].shard->ready();
     bytes[i] = queues[i].shard->bytes();
   }
@@ -33,6 +34,13 @@ uint64_t ServerModel::step() const {
 
 uint64_t ServerModel::durable_step() const {
   return *std::min_element(durable.begin(), durable.begin() + static_cast<std::ptrdiff_t>(weight_shards()));
+}
+
+// In asynchronous mode a version is an update that was applied, so those that were skipped come on top.
+ServerModel::StepCounts ServerModel::step_counts(bool async) const {
+  const auto most = std::max_element(skipped.begin(), skipped.begin() + static_cast<std::ptrdiff_t>(weight_shards()));
+  const auto shard = static_cast<size_t>(most - skipped.begin());
+  return {.skipped = *most, .tried = versions[shard] + (async ? *most : 0)};
 }
 
 bool ServerModel::whole() const {

@@ -35,11 +35,17 @@ struct ShardQueue {
 };
 
 struct ServerModel {
-  ServerModel(const Signature& signature, uint64_t shard_elements);
+  ServerModel(const Signature& signature, uint64_t shard_elements, bool async);
 
   size_t weight_shards() const;  // they come first; the rest pool second moments
   uint64_t step() const;         // the step that all shards of the weights have reached
   uint64_t durable_step() const;
+  // Of the shard that has skipped most steps: those, and all that were tried.
+  struct StepCounts {
+    uint64_t skipped = 0, tried = 0;
+    bool failed() const { return 2 * skipped > tried; }  // the weights are not what was asked for
+  };
+  StepCounts step_counts(bool async) const;
   bool whole() const;  // all shards have their first weights
   uint64_t memory_bytes() const;
   void set_buffers(const Blob& payload);  // Error{frame} if it is not what the signature says
@@ -53,6 +59,7 @@ struct ServerModel {
 
   // Guarded by the hub's mutex; one element for each shard.
   std::vector<uint64_t> versions, durable;  // the step in memory, and the step on disk
+  std::vector<uint64_t> skipped;            // steps that changed nothing because something was not finite
   std::vector<double> applied;
   std::vector<std::map<uint32_t, Tally>> tallies;
   std::vector<uint64_t> bytes;

@@ -18,15 +18,15 @@ const ResidualKey kResidual{Direction::down, "", 0};
 
 }  // namespace
 
-ServerShard::ServerShard(const Signature& signature, const ShardLayout& layout)
+ServerShard::ServerShard(const Signature& signature, const ShardLayout& layout, bool async)
     : layout_(layout),
       sends_updates_(signature.sends_updates && layout.role == ShardRole::weights),
       sgd_(layout.role == ShardRole::weights ? signature.sgd : std::nullopt),
       seed_(signature.seed),
       elements_(layout.elements()),
       reader_(specs_of(signature, layout, ShardMessage::up)),
-      learning_(reader_.specs(), Direction::up),
-      writer_(specs_of(signature, layout, ShardMessage::down), Direction::down, {}),
+      learning_(reader_.specs(), Direction::up, run_of(signature, layout, async)),
+      writer_(specs_of(signature, layout, ShardMessage::down), Direction::down, {}, run_of(signature, layout, async)),
       whole_plan_(specs_of(signature, layout, ShardMessage::whole)),
       whole_runner_(make_runner(whole_plan_, {})) {
   for (const TensorSpec& spec : reader_.specs()) name_hashes_.push_back(hash_name(spec.name));
@@ -170,7 +170,8 @@ ShardSnapshot ServerShard::snapshot() const {
                      .progress = progress_,
                      .learned_up = learning_.save(),
                      .learned_down = writer_.learning().save(),
-                     .momentum = momentum_};
+                     .momentum = momentum_,
+                     .skipped = skipped_};
   copy.weights.resize(elements_);  // of a shard that has heard of nobody yet: zeros
   copy.residual.resize(sends_updates_ ? elements_ : 0);
   copy.momentum.resize(sgd_ ? elements_ : 0);
@@ -189,6 +190,7 @@ void ServerShard::restore(ShardSnapshot snapshot) {
   make_room();
   learned_at_ = version_ = snapshot.version;
   applied_ = snapshot.applied;
+  skipped_ = snapshot.skipped;
   weights_ = std::move(snapshot.weights);
   momentum_ = std::move(snapshot.momentum);
   if (sends_updates_) residuals_.set(kResidual, snapshot.residual);

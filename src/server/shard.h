@@ -47,11 +47,12 @@ struct ShardSnapshot {
   std::map<uint32_t, WorkerProgress> progress;  // by slot
   std::vector<std::byte> learned_up = {}, learned_down = {};
   std::vector<float> momentum = {};  // of SGD
+  uint64_t skipped = 0;
 };
 
 class ServerShard {
  public:
-  ServerShard(const Signature& signature, const ShardLayout& layout);
+  ServerShard(const Signature& signature, const ShardLayout& layout, bool async = false);
 
   bool ready() const { return ready_; }        // it has weights
   void set(std::span<const std::byte> whole);  // the first ones; Error{frame}
@@ -71,14 +72,17 @@ class ServerShard {
   void forget(uint32_t slot);  // its tally goes to kForgotten
 
   // Ends the step: the pending updates are added in the order of slots, and their mean is subtracted from the weights.
-  // Updates that turn out to be unreadable or not finite are left out, and named.
+  // Updates that turn out to be unreadable or not finite are left out, and named. A step in which none is left, or in
+  // which nobody has sent one and a worker has said that its gradient was not finite (`not_finite`), is skipped.
   struct ClosedStep {
     std::vector<std::pair<uint32_t, UpdateStatus>> updates;  // by slot
     uint32_t contributors = 0;
+    bool skipped = false;
   };
-  ClosedStep close();
+  ClosedStep close(bool not_finite = false);
   // Asynchronous mode: applies one update at once, with the weight of one of `workers`.
   UpdateStatus apply(uint32_t slot, const Frame& frame, const Blob& payload, uint32_t workers);
+  void skip() { ++skipped_; }  // asynchronous mode: a worker had no finite gradient
   // Applies the residual of a worker that leaves, with the weight of one of `workers`. It is in the weights at once,
   // but workers see it from the next step on.
   UpdateStatus absorb_residual(uint32_t slot, const Frame& frame, const Blob& message, uint32_t workers);
@@ -91,6 +95,9 @@ class ServerShard {
   std::span<const float> weights() const { return weights_; }
   const std::map<uint32_t, WorkerProgress>& progress() const { return progress_; }
   double applied() const { return applied_; }
+  // Steps that changed nothing because gradients, updates or new weights were not finite. In synchronous mode they are
+  // among the steps that version() counts; in asynchronous mode versions count the updates that were applied.
+  uint64_t skipped() const { return skipped_; }
   ShardSnapshot snapshot() const;
   void restore(ShardSnapshot snapshot);  // Error{frame} if it does not fit
   uint64_t bytes() const;                // of memory
@@ -143,6 +150,7 @@ class ServerShard {
   bool ready_ = false;
   uint64_t version_ = 0;
   uint32_t contributors_ = 0;
+  uint64_t skipped_ = 0;
   double applied_ = 0;
   std::vector<float> weights_, sum_, momentum_;
   ResidualStore residuals_{DType::f32, Device{}};  // of what goes down: one, with the elements of weights_

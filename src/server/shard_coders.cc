@@ -19,8 +19,8 @@ bool may_carry(const Codec& expected, const Codec& codec) {
 
 }  // namespace
 
-ShardWriter::ShardWriter(std::vector<TensorSpec> specs, Direction direction, const Device& device)
-    : learning_(specs, direction), coding_(std::move(specs), device) {}
+ShardWriter::ShardWriter(std::vector<TensorSpec> specs, Direction direction, const Device& device, const ShardRun& run)
+    : learning_(specs, direction, run), coding_(std::move(specs), device) {}
 
 Runner& ShardWriter::runner(uint64_t step, double rate) {
   if (!learning_.empty()) coding_.recode(learning_.specs(step, rate));

@@ -16,7 +16,7 @@ namespace gradwire::server {
 // The sender. Its runner follows what the codecs have learned.
 class ShardWriter {
  public:
-  ShardWriter(std::vector<TensorSpec> specs, Direction direction, const Device& device);
+  ShardWriter(std::vector<TensorSpec> specs, Direction direction, const Device& device, const ShardRun& run);
 
   Runner& runner(uint64_t step, double rate = -1);  // valid until the next call
   uint64_t message_bytes() const { return coding_.plan().message_bytes(); }

@@ -15,7 +15,7 @@ namespace gradwire::server {
 namespace {
 
 // How far back a worker looks for steps at which statistics were due. One that was away for longer waits for the next.
-constexpr uint64_t kMostSteps = 4096;
+constexpr uint64_t kMostLookedBack = 4096;
 
 [[noreturn]] void malformed(const char* field, const std::string& words) {
   throw Error(ErrorKind::frame, fmt::format("bad {}: {}", field, words), field);
@@ -49,14 +49,20 @@ void append(std::vector<std::byte>& to, uint64_t word) {
 
 }  // namespace
 
-ShardLearning::ShardLearning(const std::vector<TensorSpec>& specs, Direction direction) : specs_(specs) {
+ShardRun run_of(const Signature& signature, const ShardLayout& layout, bool async) {
+  const auto all = static_cast<double>(std::max<uint64_t>(1, signature.elements()));
+  return {.steps = async ? 0 : signature.steps, .share = static_cast<double>(layout.elements()) / all};
+}
+
+ShardLearning::ShardLearning(const std::vector<TensorSpec>& specs, Direction direction, const ShardRun& run)
+    : specs_(specs), run_(run) {
   std::map<std::string, std::vector<uint32_t>> same;
   for (uint32_t i = 0; i < specs.size(); ++i)
     if (specs[i].codec.traits().learns) same[specs[i].codec.str()].push_back(i);
   for (auto& [spec, tensors] : same) {
     uint64_t elements = 0;
     for (uint32_t i : tensors) elements += specs[i].count;
-    Learner learner(specs[tensors[0]].codec, elements, 1);
+    Learner learner(specs[tensors[0]].codec, elements, 1, run.steps, run.share);
     check_codec(learner, direction);
     entries_.push_back({std::move(tensors), elements, 1, std::move(learner)});
   }
@@ -74,7 +80,7 @@ std::vector<TensorSpec> ShardLearning::specs(uint64_t step, double rate) const {
 bool ShardLearning::CodecEntry::due(uint64_t first, uint64_t last) const {
   for (uint64_t step = last;; --step) {
     if (learner.observes(step)) return true;
-    if (step <= first || last - step >= kMostSteps) return false;
+    if (step <= first || last - step >= kMostLookedBack) return false;
   }
 }
 
@@ -142,7 +148,7 @@ void ShardLearning::learn(uint64_t step, std::span<const std::span<const std::by
     try {
       // Some codecs divide by the number of senders, which changes when workers come and go.
       if (const int count = static_cast<int>(own[i].size()); count != entry.senders) {
-        Learner other(entry.learner.base(), entry.elements, count);
+        Learner other(entry.learner.base(), entry.elements, count, run_.steps, run_.share);
         other.restore(entry.learner.save());
         entry.learner = std::move(other);
         entry.senders = count;

@@ -18,13 +18,22 @@
 
 #include "gradwire/feedback.h"
 #include "gradwire/learn.h"
+#include "server/signature.h"
 
 namespace gradwire::server {
+
+// What a shard is told about the run that it learns in.
+struct ShardRun {
+  uint64_t steps = 0;  // 0: not known
+  double share = 1;    // of the model's elements that are in this shard, and so of a bound that holds for the model
+};
+// In asynchronous mode versions count the updates of all workers, so the length of the run is not known.
+ShardRun run_of(const Signature& signature, const ShardLayout& layout, bool async);
 
 class ShardLearning {
  public:
   // Throws Error{usage, "up" or "down"} for a codec that cannot learn in this direction, and the codec's own errors.
-  ShardLearning(const std::vector<TensorSpec>& specs, Direction direction);
+  ShardLearning(const std::vector<TensorSpec>& specs, Direction direction, const ShardRun& run);
 
   bool empty() const { return entries_.empty(); }
   // The codecs of all tensors at a step. `rate` is the learning rate, for codecs that follow it.
@@ -57,6 +66,7 @@ class ShardLearning {
   std::vector<std::span<const std::byte>> split(std::span<const std::byte> statistics) const;
 
   std::vector<TensorSpec> specs_;
+  ShardRun run_;
   std::vector<CodecEntry> entries_;
 };
 

@@ -32,7 +32,7 @@ void ServerShard::drop_unusable(DroppedUpdates& dropped) {
   });
 }
 
-ServerShard::ClosedStep ServerShard::close() {
+ServerShard::ClosedStep ServerShard::close(bool not_finite) {
   ClosedStep result;
   make_room();
   learn_from_weights();
@@ -57,6 +57,8 @@ ServerShard::ClosedStep ServerShard::close() {
     pending_.clear();
   }
   result.contributors = contributors_;
+  result.skipped = contributors_ == 0 && (not_finite || !result.updates.empty());
+  skipped_ += result.skipped;
   for (const auto& [slot, update] : pending_) {
     progress_[slot] = {update.frame.sequence, update.frame.tally};
     result.updates.emplace_back(slot, UpdateStatus::applied);
@@ -209,9 +211,11 @@ UpdateStatus ServerShard::apply(uint32_t slot, const Frame& frame, const Blob& p
     return UpdateStatus::corrupt;
   }
   const double sum = signed_sum_of(sum_);
-  if (!std::isfinite(sum)) return UpdateStatus::corrupt;
-  learn_from_weights();
-  if (!subtract_mean(workers, 0)) return UpdateStatus::corrupt;
+  if (std::isfinite(sum)) learn_from_weights();
+  if (!std::isfinite(sum) || !subtract_mean(workers, 0)) {
+    skip();
+    return UpdateStatus::corrupt;
+  }
   learn_without_steps(slot, tail_part(frame, payload), workers);
   applied_ += sum;
   progress_[slot] = {frame.sequence, frame.tally};

@@ -137,6 +137,7 @@ nlohmann::json Signature::json() const {
                          {"sends_updates", sends_updates},
                          {"pools", pools},
                          {"seed", seed},
+                         {"steps", steps},
                          {"model", model}};
   if (sgd) text["sgd"] = {{"momentum", sgd->momentum}, {"weight_decay", sgd->weight_decay}};
   return text;
@@ -159,6 +160,12 @@ Signature Signature::parse(const nlohmann::json& text) {
   if (const auto found = text.find("sgd"); found != text.end()) result.sgd = sgd_of(*found);
   if (const auto found = text.find("seed"); found != text.end() && found->is_number_unsigned())
     result.seed = found->get<uint64_t>();
+  if (const auto found = text.find("steps"); found != text.end()) {  // a checkpoint of an earlier version has none
+    if (!found->is_number_unsigned() || found->get<uint64_t>() > kMostSteps)
+      refuse(fmt::format("steps is {}; allowed are 0 to {}",
+                         found->is_structured() ? found->type_name() : found->dump().substr(0, 32), kMostSteps));
+    result.steps = found->get<uint64_t>();
+  }
   if (const auto found = text.find("model"); found != text.end() && found->is_string())
     result.model = found->get<std::string>().substr(0, kMaxName);
   return result;

@@ -31,14 +31,18 @@ struct ServerSgd {
   friend bool operator==(const ServerSgd&, const ServerSgd&) = default;
 };
 
+inline constexpr uint64_t kMostSteps = 1'000'000'000;  // of a run
+
 struct Signature {
   std::vector<Variable> parameters, buffers;
   std::string up = "loggrid:k=2", down = "unigrid:bits=8";  // specs or rules
   bool sends_updates = false;  // the server sends quantised changes, with error feedback, instead of quantised weights
   bool pools = false;          // workers share their second moments
   std::optional<ServerSgd> sgd = {};  // none: the workers run an optimizer, and the server subtracts their updates
-  uint64_t seed = 0;                  // of random rounding on the way down; the one of the first worker is used
-  std::string model;                  // for people
+  // These two are the first worker's; no other worker is refused for having others.
+  uint64_t seed = 0;   // of random rounding on the way down
+  uint64_t steps = 0;  // of the run, for codecs that plan with it; 0: not known
+  std::string model;   // for people
 
   nlohmann::json json() const;
   static Signature parse(const nlohmann::json& text);  // Error{frame, "signature"}: hostile input

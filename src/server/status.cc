@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/status.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -181,6 +183,14 @@ double Status::steps_per_second() const {
   return seconds > 0 ? static_cast<double>(step_times_.back().second - step_times_.front().second) / seconds : 0;
 }
 
+std::string Status::failure() const {
+  const ServerModel* model = context_.model.get();
+  const ServerModel::StepCounts counts = model ? model->step_counts(context_.options.async) : ServerModel::StepCounts{};
+  if (!counts.failed()) return {};
+  return fmt::format("{} of {} {} were left out, because they were not finite", counts.skipped, counts.tried,
+                     context_.options.async ? "updates" : "steps");
+}
+
 json Status::report(const Saving& saving) const {
   const HubOptions& options = context_.options;
   const ServerModel* model = context_.model.get();
@@ -196,6 +206,8 @@ json Status::report(const Saving& saving) const {
           {"uptime_s", seconds_since(started_)},
           {"step", model ? model->step() : 0},
           {"durable_step", options.checkpoint.empty() ? json(nullptr) : json(model ? model->durable_step() : 0)},
+          {"skipped_steps", model ? model->step_counts(options.async).skipped : 0},
+          {"failed", !failure().empty()},
           {"steps_per_s", steps_per_second()},
           {"step_seconds", step_seconds()},
           {"loss", number(membership_.loss())},

@@ -33,6 +33,8 @@ class Status {
   bool reach_step(uint64_t step);  // false if the server was there already
 
   nlohmann::json report(const Saving& saving) const;
+  // In words, why the training has failed: it has skipped more than half of its steps. Empty if it has not.
+  std::string failure() const;
 
   // What a checkpoint keeps of it.
   void save(nlohmann::json& extra) const;

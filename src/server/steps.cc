@@ -100,12 +100,20 @@ void Steps::update_at_once(const ModelPointer& model, PendingAnswer answer, cons
   answer.status = shard.has_applied(answer.slot, answer.request.sequence) ? UpdateStatus::again
                   : staleness > allowed                                   ? UpdateStatus::late
                                         : shard.apply(answer.slot, answer.request, payload, workers);
-  if (answer.status == UpdateStatus::applied) publish(model, index);
+  publish(model, index);
   count_step(answer.slot, index);
   count_update(answer.slot, answer.status, staleness);
   done();
   enqueue(*model, answer);
   answer_due(model, index);
+}
+
+// Asynchronous: a worker had no finite gradient.
+void Steps::skip_at_once(const ModelPointer& model, uint32_t index) {
+  ServerShard& shard = *model->queues[index].shard;
+  shard.skip();
+  context_.log_skipped({{"step", shard.version()}, {"part", index}});
+  publish(model, index);
 }
 
 void Steps::take_pull(const std::shared_ptr<Session>& session, uint32_t slot, const Frame& frame, Done done) {
@@ -125,9 +133,11 @@ void Steps::take_pull(const std::shared_ptr<Session>& session, uint32_t slot, co
                   }
                   done();
                   const PendingAnswer pull{slot, session, frame, frame.step, UpdateStatus::none, SteadyClock::now()};
-                  if (async)
-                    count_step(slot,
-                               frame.shard);  // a step without an update: workers that wait for it see that it goes on
+                  if (async) {
+                    // A step without an update: workers that wait for this one see that it goes on.
+                    count_step(slot, frame.shard);
+                    if (frame.flags & kNotFinite) skip_at_once(model, frame.shard);
+                  }
                   if (async || frame.step <= version) return answer(model, pull);
                   // It will send nothing for the steps before the one it pulls, so these need not wait for it.
                   set_straggler(slot, frame.shard, true);
@@ -221,7 +231,12 @@ void Steps::try_close(const ModelPointer& model, uint32_t index, bool overdue) {
   ShardQueue& queue = model->queues[index];
   if (context_.options.async || (queue.shard->pending() == 0 && queue.waiting.empty())) return;
   if (!may_close(*model, index, overdue)) return;
-  const ServerShard::ClosedStep closed = queue.shard->close();
+  const uint64_t version = queue.shard->version();
+  const bool not_finite = std::any_of(queue.waiting.begin(), queue.waiting.end(), [&](const PendingAnswer& one) {
+    return (one.request.flags & kNotFinite) && one.request.step == version + 1;
+  });
+  const ServerShard::ClosedStep closed = queue.shard->close(not_finite);
+  if (closed.skipped) context_.log_skipped({{"step", version}, {"part", index}});
   for (PendingAnswer& answer : queue.waiting)
     if (answer.request.kind == FrameKind::update)
       for (const auto& [slot, status] : closed.updates)
@@ -243,6 +258,7 @@ void Steps::publish(const ModelPointer& model, uint32_t index) {
   const std::lock_guard lock(context_.mutex);
   model->versions[index] = shard.version();
   model->applied[index] = shard.applied();
+  model->skipped[index] = shard.skipped();
   model->bytes[index] = shard.bytes();
   if (shard.role() == ShardRole::pool) return;
   model->tallies[index].clear();

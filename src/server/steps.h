@@ -47,6 +47,7 @@ class Steps {
   bool refuse_unready(const ServerModel& model, uint32_t shard, Session& session);
   void update_in_step(const ModelPointer& model, PendingAnswer answer, Blob payload, const Done& done);
   void update_at_once(const ModelPointer& model, PendingAnswer answer, const Blob& payload, const Done& done);
+  void skip_at_once(const ModelPointer& model, uint32_t index);
   void enqueue(ServerModel& model, const PendingAnswer& answer);
   void try_close(const ModelPointer& model, uint32_t index, bool overdue);
   bool may_close(const ServerModel& model, uint32_t index, bool overdue);

@@ -119,8 +119,8 @@ Device DescentParts::compute_device() const {
 std::unique_ptr<Descent> make_descent(const DescentParts& parts) {
   if (parts.server) {
 #ifdef GRADWIRE_HAS_GRPC
-    auto updates = std::make_unique<ServerUpdates>(parts.settings, *parts.server, variables_of(parts.parameters),
-                                                   variables_of(parts.buffers));
+    auto updates = std::make_unique<ServerUpdates>(parts.settings, parts.steps, *parts.server,
+                                                   variables_of(parts.parameters), variables_of(parts.buffers));
     return parts.settings.optimizer == "sgd" ? make_sgd_descent(parts, std::move(updates))
                                              : make_qadam_descent(parts, std::move(updates));
 #else

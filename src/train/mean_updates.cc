@@ -45,7 +45,7 @@ MeanUpdates::MeanUpdates(Engine& engine, std::vector<NamedTensor> tensors, Reduc
                      .count = one.count,
                      .dtype = DType::f32,
                      .codec = rules.codec_for(one.name, one.dimensions, one.count)});
-  writer_.emplace(std::move(specs), Direction::down, options_.device);
+  writer_.emplace(std::move(specs), Direction::down, options_.device, server::ShardRun{.steps = options_.steps});
 }
 
 MeanUpdates::Arrays MeanUpdates::make_arrays() const {

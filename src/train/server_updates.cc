@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "train/server_updates.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "gradwire/error.h"
@@ -11,7 +12,7 @@ namespace {
 
 constexpr double kLeaveSeconds = 60;
 
-server::Signature signature_of(const Settings& settings, std::vector<server::Variable> parameters,
+server::Signature signature_of(const Settings& settings, uint64_t steps, std::vector<server::Variable> parameters,
                                std::vector<server::Variable> buffers) {
   server::Signature signature;
   signature.parameters = std::move(parameters);
@@ -23,15 +24,16 @@ server::Signature signature_of(const Settings& settings, std::vector<server::Var
   signature.sends_updates = settings.send == "updates";
   signature.pools = settings.moments == "shared";
   signature.seed = settings.seed;
+  signature.steps = std::min(steps, server::kMostSteps);
   signature.model = settings.task + " " + settings.model;
   return signature;
 }
 
 }  // namespace
 
-ServerUpdates::ServerUpdates(const Settings& settings, const ServerPlace& place,
+ServerUpdates::ServerUpdates(const Settings& settings, uint64_t steps, const ServerPlace& place,
                              std::vector<server::Variable> parameters, std::vector<server::Variable> buffers)
-    : client_({.signature = signature_of(settings, std::move(parameters), std::move(buffers)),
+    : client_({.signature = signature_of(settings, steps, std::move(parameters), std::move(buffers)),
                .dial = server::make_dialer({place.address, place.security}),
                .name = place.name,
                .id = {},
@@ -50,9 +52,12 @@ StepResult ServerUpdates::exchange(uint64_t step, std::span<const float* const> 
                                    std::span<float* const> weights, const Report& report) {
   tell(step, report);
   client_.set_rate(report.rate);
+  if (updates.empty()) return {.next = client_.skip(weights, server::Client::SkipReason::not_finite)};
   // A worker that has just joined may send nothing for some steps, while its moments warm up.
-  const bool sends = !updates.empty() && taken_++ >= warm_steps_;
-  return {.next = sends ? client_.exchange(updates, weights) : client_.skip(weights), .applied = true};
+  if (taken_++ < warm_steps_) return {.next = client_.skip(weights, server::Client::SkipReason::watching)};
+  const uint64_t corrupt = client_.counts().corrupt, next = client_.exchange(updates, weights);
+  // The server found that the weights would not stay finite.
+  return {.next = next, .applied = client_.counts().corrupt == corrupt};
 }
 
 void ServerUpdates::pool(uint64_t, std::span<float* const> second) { client_.pool(second); }

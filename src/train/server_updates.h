@@ -15,8 +15,9 @@ namespace gradwire::train {
 
 class ServerUpdates final : public Updates {
  public:
-  ServerUpdates(const Settings& settings, const ServerPlace& place, std::vector<server::Variable> parameters,
-                std::vector<server::Variable> buffers);
+  // `steps`: the length of the run.
+  ServerUpdates(const Settings& settings, uint64_t steps, const ServerPlace& place,
+                std::vector<server::Variable> parameters, std::vector<server::Variable> buffers);
 
   uint64_t begin(std::span<float* const> weights) override;
   StepResult exchange(uint64_t step, std::span<const float* const> updates, std::span<float* const> weights,

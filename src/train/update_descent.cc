@@ -77,7 +77,7 @@ StepResult UpdateDescent::finish(const std::function<Report()>& report, const Me
     result = updates_->exchange(info_.step, finite ? constant(host_) : std::vector<const float*>{}, pointers(weights_),
                                 reported);
   });
-  if (result.applied) take_weights();
+  take_weights();
   // A step may be skipped by all workers, or by this worker alone while the others took it.
   result.applied = result.applied && finite;
   if (updates_->membership().leads && led_++ % kBufferSteps == 0) send_buffers();

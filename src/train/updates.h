@@ -36,9 +36,8 @@ struct Report {
 };
 
 struct StepResult {
-  uint64_t next = 0;  // the step that the weights are for
-  bool applied =
-      true;  // false: all workers skipped the step, because a value was not finite; the weights have not changed
+  uint64_t next = 0;    // the step that the weights are for
+  bool applied = true;  // false: this worker's update did not count, because a value was not finite
 };
 
 // What this worker has sent, and what that took.

@@ -12,7 +12,6 @@
 #include "gradwire/error.h"
 #include "gradwire/learn.h"
 #include "gradwire/message.h"
-#include "message/merge.h"
 
 namespace gradwire::test {
 namespace {
@@ -243,48 +242,6 @@ TEST(Casq, ABucketKeepsItsSum) {  // so the squared norms add up: |v|^2 = |Q|^2 
     rest += std::pow(static_cast<double>(x[i]) - y[i], 2);
   }
   EXPECT_NEAR((q + rest) / v, 1, 1e-6);
-}
-
-// The two aggregations: decoding each message, and merging tables weighted by counts.
-TEST(Casq, MergedTablesAreTheMeanWhereSendersAgreeAndCloseWhereTheyDoNot) {
-  const Codec plain = Codec::parse("casq:bits=2,mode=paper,counts=on,budget=0.1");
-  const std::vector<float> base = laplace(50'000);
-  const Codec codec = fit(plain, base.data(), base.size(), DType::f32);
-  const Plan plan({{"w", base.size(), DType::f32, codec}});
-  const TestDevice device(Device{});
-  ASSERT_TRUE(can_merge(plan));
-  EXPECT_FALSE(can_merge(Plan({{"w", 10, DType::f32, Codec::parse("casq")}})));
-  const auto merged = [&](const std::vector<Raw>& messages) {
-    std::vector<std::span<const std::byte>> views(messages.begin(), messages.end());
-    std::vector<float> out(base.size());
-    float* to[] = {out.data()};
-    decode_merged(plan, views, to);
-    return out;
-  };
-  const Raw one = device.encode(plan, {raw_of(base)}, {});
-  EXPECT_EQ(merged({one}), values_of(device.decode(plan, one)[0]));
-  EXPECT_EQ(merged({one, one, one}), values_of(device.decode(plan, one)[0]));
-  // Gradients with a common part: merging is an approximation, and no better than decoding each.
-  std::vector<Raw> messages;
-  std::vector<float> mean(base.size()), each(base.size());
-  for (uint32_t w = 0; w < 4; ++w) {
-    const std::vector<float> noise = laplace(base.size(), 10 + w);
-    std::vector<float> x(base.size());
-    for (size_t i = 0; i < x.size(); ++i) mean[i] += (x[i] = base[i] + 0.3f * noise[i]) / 4;
-    messages.push_back(device.encode(plan, {raw_of(x)}, {}));
-    const std::vector<float> y = values_of(device.decode(plan, messages.back())[0]);
-    for (size_t i = 0; i < y.size(); ++i) each[i] += y[i] / 4;
-  }
-  const double apart = relative_error(mean, each), together = relative_error(mean, merged(messages));
-  EXPECT_LT(together, 0.6);
-  EXPECT_GE(together, 0.99 * apart);
-  // A marked sender marks the mean; a damaged message is refused.
-  std::vector<float> bad = base;
-  bad[7] = NAN;
-  EXPECT_TRUE(std::isnan(merged({one, device.encode(plan, {raw_of(bad)}, {})})[100]));
-  Raw damaged = one;
-  damaged.back() ^= std::byte{1};
-  EXPECT_THROW(merged({one, damaged}), Error);
 }
 
 // mode=paper applies its thresholds in units of the rms of the tensor, so that where the values stand does not matter,

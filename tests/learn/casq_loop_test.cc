@@ -190,6 +190,40 @@ TEST(CasqLoop, ThePapersFormStaysBounded) {
     EXPECT_LT(reduced("casq:bits=2,mode=paper", profile, 1, 600).mean, 1.1) << static_cast<int>(profile);
 }
 
+// Gradients of four ranks, which have a part in common, reduced to their mean. What a rank counts as sent must be what
+// the others have made of its message, or the debt grows in every step.
+Debt reduced_by_four(const std::string& spec, Profile profile, uint32_t seed, uint64_t steps) {
+  constexpr int kRanks = 4;
+  const std::vector<float> common = drawn(profile, seed);
+  std::vector<std::vector<float>> gradients;
+  std::vector<float> mean(common.size());
+  for (int rank = 0; rank < kRanks; ++rank) {
+    std::vector<float>& own = gradients.emplace_back(drawn(profile, seed + 10 + static_cast<uint32_t>(rank)));
+    for (size_t i = 0; i < own.size(); ++i) mean[i] += (own[i] += common[i]) / kRanks;
+  }
+  Debt debt(mean.size());
+  run_loopback(kRanks, [&](Engine& engine) {
+    Reducer reducer(engine, {{"w", mean.size()}}, {.method = Method::gather, .up = spec});
+    const std::vector<float>& gradient = gradients[static_cast<size_t>(engine.rank())];
+    std::vector<float> sent(gradient.size());
+    for (uint64_t step = 0; step < steps; ++step) {
+      reducer.run(step, std::span<const float>(gradient), std::span<float>(sent));
+      if (engine.rank() == 0) debt.add(mean, sent);
+    }
+  });
+  return debt;
+}
+
+TEST(CasqLoop, SeveralRanksOweNoMoreThanOne) {
+  uint32_t seed = 0;
+  for (const Profile profile : {Profile::laplace, Profile::student, Profile::skewed})
+    for (const char* spec : {"casq:bits=2", "casq:bits=2,mode=paper", "casq:bits=2,mode=paper,counts=on"}) {
+      const Debt debt = reduced_by_four(spec, profile, ++seed, 1000);
+      EXPECT_LT(debt.mean, 1.1) << spec << " profile " << static_cast<int>(profile);
+      EXPECT_LT(debt.last, 2) << spec << " profile " << static_cast<int>(profile);
+    }
+}
+
 // Descent with momentum on a quadratic, whose curvatures span two decades, from the noisy gradients of four ranks.
 double trained(const std::string& spec, uint32_t seed) {
   constexpr uint64_t count = 8192, steps = 1200;

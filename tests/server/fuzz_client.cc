@@ -108,7 +108,9 @@ class FuzzLink final : public Link {
 
   // What the codecs have learned, with some words changed.
   void learned(Frame& frame, Blob& payload, const ShardLayout& layout) {
-    std::vector<std::byte> state = ShardLearning(specs_of(signature_, layout, ShardMessage::up), Direction::up).save();
+    std::vector<std::byte> state =
+        ShardLearning(specs_of(signature_, layout, ShardMessage::up), Direction::up, run_of(signature_, layout, false))
+            .save();
     const auto how = source_.next<uint8_t>();
     if (how & 8) state.resize(state.size() + how / 16 * 8);
     for (int i = 0; i < how % 8 && state.size() >= 8; ++i) {

@@ -47,7 +47,7 @@ Signature toy_signature(uint8_t flags) {
                              !compressed ? "fp32"
                              : learns    ? "optquant:bits=4,refit=1"
                                          : "unigrid:bits=8",
-                             flags & 2, flags & 4);
+                             flags & 2, flags & 4, flags % 8);  // runs that go on after their end, too
 }
 
 // What the hub sends to one worker.
@@ -165,6 +165,7 @@ class Play {
 
   void look() {
     const nlohmann::json status = hub_->status();
+    promise(status["failed"] == !hub_->failure().empty());
     promise(status.is_object() && !status.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).empty());
   }
 
@@ -248,7 +249,7 @@ class Play {
 
   Frame wild(FrameKind kind) {
     Frame frame{.kind = kind};
-    frame.flags = source_.next<uint8_t>() % 8;
+    frame.flags = source_.next<uint8_t>() % (kind == FrameKind::pull ? 16 : 8);
     frame.shard = source_.next<uint8_t>() % 5;
     const uint64_t few = source_.next<uint8_t>() % 4;
     frame.step = source_.next<uint8_t>() % 8 ? few : source_.next<uint64_t>();

@@ -15,7 +15,7 @@ namespace gradwire::fuzz {
 
 inline constexpr uint64_t kShardElements = 32;
 
-inline server::Signature toy_signature(const char* up, const char* down, bool updates, bool pools) {
+inline server::Signature toy_signature(const char* up, const char* down, bool updates, bool pools, uint64_t steps = 0) {
   server::Signature signature;
   signature.parameters = {{"w", {16}}, {"v", {4, 10}}};  // two shards
   signature.buffers = {{"b", {3}}};
@@ -23,6 +23,7 @@ inline server::Signature toy_signature(const char* up, const char* down, bool up
   signature.down = down;
   signature.sends_updates = updates;
   signature.pools = pools;
+  signature.steps = steps;
   return signature;
 }
 
@@ -45,7 +46,8 @@ struct ToyUpdate {
 inline ToyUpdate encode_update(const server::Signature& signature, const server::ShardLayout& layout, float fill,
                                uint64_t step) {
   using server::ShardMessage;
-  server::ShardWriter writer(server::specs_of(signature, layout, ShardMessage::up), Direction::up, {});
+  server::ShardWriter writer(server::specs_of(signature, layout, ShardMessage::up), Direction::up, {},
+                             server::run_of(signature, layout, false));
   Runner& runner = writer.runner(step);
   std::vector<std::vector<float>> values;
   std::vector<const void*> in;

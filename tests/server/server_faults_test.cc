@@ -167,7 +167,7 @@ TEST(ServerFaults, OneWhoHasNothingToSendDoesNotWaitForAStalledWorkerForever) {
   ServerFixture server(options);
   ToyWorkers toys = make_workers(server, small_signature(), 2);
   join(toys);
-  toys[0]->step = toys[0]->client.skip(toys[0]->weights.pointers);
+  toys[0]->step = toys[0]->client.skip(toys[0]->weights.pointers, Client::SkipReason::watching);
   EXPECT_EQ(toys[0]->step, 1u);
   EXPECT_EQ(toys[1]->work(), 1u);
   EXPECT_GT(toys[1]->client.counts().late, 0u);
@@ -187,7 +187,7 @@ TEST(ServerFaults, WithoutStepsAStalledWorkerIsWaitedForOnceAndOneThatWarmsUpNot
   std::atomic<bool> over{false};
   std::atomic<int> skipped{0};
   std::thread skips([&] {
-    for (; !over; ++skipped) warm.client.skip(warm.weights.pointers);
+    for (; !over; ++skipped) warm.client.skip(warm.weights.pointers, Client::SkipReason::watching);
   });
   for (int i = 0; i < 30; ++i) quick.work();  // the deadline passes once
   EXPECT_EQ(state_of_worker(*server.hub(), slow.client), "lagging");

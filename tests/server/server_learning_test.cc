@@ -27,6 +27,7 @@ void descend_over_reducer(const NoisyQuadratic& problem, const std::string& up, 
     ReduceOptions options;
     options.method = ReduceOptions::Method::gather;
     options.up = up;
+    options.steps = steps;
     options.feedback = ReduceOptions::Feedback::on;  // as over a server
     std::vector<NamedTensor> tensors;
     for (const Variable& one : NoisyQuadratic::signature(up).parameters) tensors.push_back({one.name, one.count()});
@@ -67,7 +68,9 @@ TEST(ServerLearning, OneShardLearnsBitForBitWhatAReducerLearns) {
     descend_over_reducer(problem, up, 3, kSteps, [&](uint64_t, const Tensors& weights) { expected = weights; });
     ServerFixture server(quadratic_hub(3, kOneShard));
     QuadraticWorkers workers;
-    for (uint64_t i = 0; i < 3; ++i) join(workers, server, problem, NoisyQuadratic::signature(up), i);
+    Signature signature = NoisyQuadratic::signature(up);
+    signature.steps = kSteps;
+    for (uint64_t i = 0; i < 3; ++i) join(workers, server, problem, signature, i);
     work_until(workers, kSteps);
     for (const auto& worker : workers) EXPECT_TRUE(worker->weights == expected);
     expect_ledger(*server.hub());

@@ -107,6 +107,11 @@ TEST(ServerMalformed, HellosThatAreNoneAreRefusedInWords) {
                                     with("/signature/up", 4),
                                     with("/signature/down", "unigrid:bits=99"),
                                     with("/signature/pools", 1),
+                                    with("/signature/steps", -1),
+                                    with("/signature/steps", 1.5),
+                                    with("/signature/steps", kMostSteps + 1),
+                                    with("/signature/steps", "100"),
+                                    with("/signature/steps", nullptr),
                                     with("/signature/sends_updates", nullptr)};
   // Nested deeper than the stack of a thread could follow, in every field.
   const std::string deep = std::string(200000, '[') + std::string(200000, ']');

@@ -227,7 +227,7 @@ TEST(ServerRestart, ACheckpointOfManyTensorsIsLoadedInATimeThatGrowsWithTheirNum
     signature.parameters.push_back({fmt::format("block.of.layers.{:06}.weight", i), {1}});
   HubOptions options = fault_options(1);
   options.checkpoint = scratch_file("many_tensors.gwc");
-  const ServerModel model(signature, options.shard_elements);
+  const ServerModel model(signature, options.shard_elements, false);
   ModelCopy copy;
   for (const ShardLayout& layout : model.layouts)
     copy.shards.push_back({7, 0, std::vector<float>(layout.elements(), 0.5f), {}, {}});

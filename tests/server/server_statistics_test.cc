@@ -30,7 +30,7 @@ struct EncodedUpdate {
 };
 
 EncodedUpdate encoded(const Signature& signature, uint64_t step) {
-  ShardWriter writer(specs_of(signature, shard_layouts(signature)[0], ShardMessage::up), Direction::up, {});
+  ShardWriter writer(specs_of(signature, shard_layouts(signature)[0], ShardMessage::up), Direction::up, {}, {});
   std::vector<float> values(kElements);
   for (size_t k = 0; k < kElements; ++k) values[k] = static_cast<float>(k % 37) * 0.01f - 0.2f;
   const void* const in[] = {values.data()};

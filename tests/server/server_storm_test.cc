@@ -153,7 +153,7 @@ void storm(uint64_t seed, int events, bool async) {
   EXPECT_GE(toys.size(), 2u);
   if (async)
     for (auto& toy : toys) {
-      toy->client.skip(toy->weights.pointers);
+      toy->client.skip(toy->weights.pointers, Client::SkipReason::not_finite);
       toy->step = 0;
     }
   expect_agreement(toys);

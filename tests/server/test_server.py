@@ -18,7 +18,7 @@ import pytest
 
 import train_fixture as lab
 from relay_fixture import Wires
-from train_fixture import BAD_INPUT, IO, PROGRAM, USAGE, refuse, train
+from train_fixture import BAD_INPUT, FAILED, IO, PROGRAM, USAGE, refuse, train
 
 PEER = 6  # exit code: a peer has failed
 SECONDS = 300  # after which a test gives up waiting; none depends on how many pass
@@ -148,11 +148,13 @@ def test_workers_end_with_the_weights_of_one_process(tmp_path, base, way):
     ["--optimizer", "qadam", "--up", "casq:bits=2,refit=5", "--down", "optquant:bits=6,refit=7"],
     ["--optimizer", "sgd", "--momentum", 0.9, "--up", "fp32"],
     ["--optimizer", "sgd", "--momentum", 0.9, "--up", "casq:bits=2,refit=5"],
-], ids=["learned both ways", "sgd", "sgd and learned"])
+    ["--optimizer", "sgd", "--momentum", 0.9, "--up", "dqsgd:budget=4.5"],
+], ids=["learned both ways", "sgd", "sgd and learned", "sgd and planned"])
 def test_what_is_learned_and_the_momentum_survive_the_server(tmp_path, base, way):
     """Also when the server is killed in the middle, the weights are those of one process, bit for bit."""
     arguments = [word for word in base if word not in ("--optimizer", "qadam")] + ["--epochs", 6, *way]
-    alone = train(*arguments, *(["--collective", "gather", "--bucket-mb", 1000] if "sgd" in way else []))
+    like_a_server = ["--collective", "gather", "--bucket-mb", 1000, "--feedback", "on"] if "sgd" in way else []
+    alone = train(*arguments, *like_a_server)
     checkpoint = tmp_path / "ps.gwc"
     with serve("--min-workers", 2, "--checkpoint", checkpoint, "--save-every", 10) as server:
         with work(server, *arguments) as one, work(server, *arguments) as two:
@@ -206,6 +208,7 @@ def test_status_is_for_people_and_for_machines(base):
         assert now["state"] == "training" and now["workers"]["present"] == 2 and now["step"] >= 50
         assert now["steps_per_s"] > 0 and 0 < now["loss"] < 3 and 0 < now["bytes"]["up"] < 0.2 * now["bytes"]["fp32_up"]
         assert "anna" in text and "training" in text and "\nledger      ok" in text
+        assert now["skipped_steps"] == 0 and now["failed"] is False and "skipped" not in text
         after = kept(server)
         assert after["step"] == 960 and after["ledger"]["held"] == after["ledger"]["lost"] == 0
         assert after["workers"]["present"] == 0
@@ -224,6 +227,29 @@ def test_a_killed_worker_is_reported_as_lost_and_the_others_go_on(base):
         now = kept(server)
         assert now["ledger"]["lost"] != 0 and now["ledger"]["held"] == 0
         assert sorted(one["state"] for one in now["workers"]["list"]) == ["left", "lost"]
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["when done", "term"])
+def test_a_training_that_goes_astray_fails_at_the_workers_and_at_the_server(tmp_path, base, done):
+    arguments = ["mlp:width=8,depth=9" if word == "mlp:width=32,depth=1" else word for word in base]
+    arguments += ["--rate", 1e6, "--epochs", 2]
+    checkpoint = tmp_path / "ps.gwc"
+    with serve("--min-workers", 2, "--checkpoint", checkpoint, *(["--exit-when-done"] if done else [])) as server:
+        with work(server, *arguments) as one, work(server, *arguments) as two:
+            ends = [one.end(FAILED), two.end(FAILED)]
+        if not done:
+            now, text = status(server), lab.call("status", "--server", server.address)[0]
+            assert now["failed"] and 16 < now["skipped_steps"] <= now["step"] == 32
+            assert f"{now['skipped_steps']} steps, not finite: more than half, so the training has FAILED" in text
+            server.signal(signal.SIGTERM)
+        assert server.end(FAILED)["event"] == "stopped"
+    assert all(end["failed"] and end["skipped_steps"] > 16 for end in ends)
+    assert len(server.of("skipped")) >= 8 and "of 32 steps were left out" in server.of("failed")[0]["note"]
+    # It is the checkpoint of a failed training, and says so again. Nobody trains any more, so nothing changes that.
+    with serve("--checkpoint", checkpoint) as server:
+        assert status(server)["failed"]
+        server.signal(signal.SIGTERM)
+        server.end(FAILED)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "term"])

@@ -182,6 +182,7 @@ def test_the_figures_come_first(show):
         "ledger": ("ok", "off by 2.2e-17 relative"),
     }
     assert page.run("return document.querySelectorAll('.bad').length") == 0
+    assert "no step" in page.text("#faults-lines")
     assert "4 late, 1 token" in page.text("#faults-lines") and "runs/ps.gwc" in page.text("#faults-lines")
 
 
@@ -189,11 +190,13 @@ def test_what_is_wrong_stands_out(show):
     wrong = status(state="waiting for workers", ledger={**status()["ledger"], "relative": 3.1e-5})
     wrong["workers"]["present"] = 1
     wrong["checkpoint"].update(failed=2, last_error="No space left on device")
+    wrong.update(skipped_steps=7000, failed=True)
     page = show(wrong)
     assert page.figures()["ledger"] == ("off", "off by 3.1e-5 relative")
     bad = page.run("return [...document.querySelectorAll('.bad')].map((box) => box.children[0].textContent)")
-    assert bad == ["workers", "ledger", "failed", "difference"]
+    assert bad == ["workers", "ledger", "skipped", "failed", "difference"]
     assert "2, the last: No space left on device" in page.text("#faults-lines")
+    assert "7,000 steps, not finite: more than half" in page.text("#faults-lines")
 
 
 def test_the_curve_is_drawn_where_the_losses_are(show):

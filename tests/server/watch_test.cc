@@ -481,10 +481,15 @@ void check_format(const std::string& text) {
 }
 
 TEST(Metrics, SayWhatTheStatusSays) {
-  const std::string text = metrics_text(with_worker(worker("0a1b2c3d", "node-7")));
+  json status = with_worker(worker("0a1b2c3d", "node-7"));
+  status["skipped_steps"] = 700;
+  status["failed"] = true;
+  const std::string text = metrics_text(status);
   check_format(text);
   for (const char* line : {
            "# TYPE gradwire_steps_total counter\ngradwire_steps_total 1234\n",
+           "gradwire_skipped_steps_total 700\n",
+           "# TYPE gradwire_training_failed gauge\ngradwire_training_failed 1\n",
            "gradwire_build_info{version=\"1.2.3\",commit=\"0123abc\"} 1\n",
            "# TYPE gradwire_step_seconds histogram\ngradwire_step_seconds_bucket{le=\"0.1\"} 3\n",
            "gradwire_step_seconds_bucket{le=\"+Inf\"} 5\ngradwire_step_seconds_sum 1.5\ngradwire_step_seconds_count "
@@ -585,7 +590,13 @@ TEST(StatusText, SaysWhenTheLedgerIsOffAndACheckpointFailed) {
   status["checkpoint"]["failed"] = 2;
   status["checkpoint"]["last_error"] = "No space left on device";
   status["staleness"]["bound"] = 4;
+  status["skipped_steps"] = 7000;
+  EXPECT_NE(status_text(status).find("skipped     7,000 steps, not finite\n"), std::string::npos);
+  status["failed"] = true;
   const std::string text = status_text(status);
+  EXPECT_NE(text.find("skipped     7,000 steps, not finite: more than half, so the training has FAILED\n"),
+            std::string::npos)
+      << text;
   EXPECT_NE(text.find("ledger      OFF by 3.1e-05 relative (only allowed 1e-06)\n"), std::string::npos) << text;
   EXPECT_NE(text.find("            2 FAILED, the last: No space left on device\n"), std::string::npos) << text;
   EXPECT_NE(text.find("largest 2, bound 4\n"), std::string::npos) << text;

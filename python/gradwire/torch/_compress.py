@@ -13,8 +13,7 @@ from .._errors import UnsupportedError, UsageError
 from ._hook import Hook
 
 _ONLY = {
-    "DDP": ("down", "method", "owner_feedback", "warmup", "steps", "measure_every", "guard",
-            "timeout"),
+    "DDP": ("down", "method", "owner_feedback", "warmup", "measure_every", "guard", "timeout"),
     "FSDP2": ("weights",),
 }
 
@@ -61,6 +60,8 @@ def compress(
     scaler: the GradScaler, if there is one. Residuals are kept without its scale, and a step that it skips changes
         nothing.
     seed: of random rounding.
+    steps: the length of the run, for codecs that plan with it ("dqsgd"): `stats()["plan"]` says how. Default: 0, not
+        known.
     threads: processor threads that encode and decode.
 
     Only for DDP:
@@ -71,8 +72,6 @@ def compress(
         of ranks. "gather": every rank receives the messages of all ranks, as most papers describe it.
     owner_feedback: feedback for the way back. Default: True.
     warmup: the number of first steps that are sent uncompressed. Default: 0.
-    steps: the length of the run, for codecs that plan with it ("dqsgd"): `stats()["plan"]` says how. Default: 0, not
-        known.
     measure_every: every so many steps the error of each parameter is measured: `stats()["parameters"]`. Default: 0,
         never.
     guard: a limit for that squared relative error, ||x - x'||^2 / ||x||^2. A parameter that exceeds it on any rank is

@@ -132,6 +132,7 @@ class FsdpHook(Hook):
             "residual": _hook.residual_dtype(given["residual"]),
             "min_elements": _arrays.whole(given["min_elements"], "min_elements", 2**40),
             "seed": _arrays.whole(given["seed"], "seed"),
+            "steps": _arrays.whole(given.get("steps", 0), "steps", 10**9),
         }
         self._threads = _hook.threads(given["threads"])
         self._device = _device_of(mesh)
@@ -327,7 +328,8 @@ class FsdpHook(Hook):
         bytes; "seconds": "encode" and "decode" (processor time, or wall time if a GPU does the work) and "wait" (for
         other ranks).
         last_step, all_steps: of gradients and weights together.
-        residual_bytes: memory that residuals take.
+        plan: for each module whose codec plans ahead (dqsgd) a line: the budget, the number of steps it plans with, the
+        bits so far. residual_bytes: memory that residuals take.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -339,6 +341,7 @@ class FsdpHook(Hook):
             "weights": weights,
             "last_step": _together(gradients["last_step"], weights["last_step"]),
             "all_steps": _together(gradients["all_steps"], weights["all_steps"]),
+            "plan": [line for unit_coder in self._gradients.coders.values() for line in unit_coder.plans()],
             "residual_bytes": self._residual_bytes(),
         }
 

@@ -172,6 +172,10 @@ class UnitCoder:
         self.keeps = codec.learns or options.get("feedback") == "on"
         self.coder = _core.BucketCoder(self.model, list(range(world)), channel.core_device())
 
+    def plans(self) -> list[str]:
+        """What its codec plans with, for people."""
+        return [f"{self.unit}: {line}" for line in self.model.plans()]
+
     def shards(self, flat: torch.Tensor) -> list[int]:
         return [flat.data_ptr() + p * self.count * flat.element_size() for p in range(self.group.size())]
 
@@ -296,7 +300,7 @@ class CompressedReduceScatter(_Comm):
         unit_coder = UnitCoder(
             self.channel, self.unit, codec, count, dtype, group,
             kind="reduce_scatter", feedback="on" if options["feedback"] else "off",
-            residual=DTYPES[options["residual"]], seed=seed,
+            residual=DTYPES[options["residual"]], seed=seed, steps=options["steps"],
         )  # fmt: skip
         if not unit_coder.keeps:
             return unit_coder

@@ -55,15 +55,15 @@ CodecDef codec_casq() {
                real("budget", "0.0625", 0.0001, 1, "buckets per element: 16 bits each (32 in mode=paper)"),
                choice("mode", {"tile", "paper"},
                       "tile: tiles of 32768 elements, buckets by rank; paper: the whole tensor, buckets by hash, as "
-                      "published"),
+                      "in the released prototype"),
                learning(choice("rule", {"optimal", "density", "entropy", "outliers"},
                                "mode=paper: how buckets are shared among clusters")),
                learning(real("cut", "0", 0, 0.9999,
-                             "share of a sign's values before its outliers (published: 0.95); 0: fitted")),
+                             "share of a sign's values before its outliers (prototype: 0.95); 0: fitted")),
                choice("counts", {"off", "on"},
-                      "mode=paper: send the buckets' counts, so that tables of several senders can be merged"),
-               learning(integer("start", "0", 0, 1e9, "steps that are sent as fp32 before (published: 500)"), "0"),
-               refit_parameter("100", "10")},  // as published in mode=paper
+                      "mode=paper: send the buckets' counts too, for receivers that merge tables; gradwire does not"),
+               learning(integer("start", "0", 0, 1e9, "steps that are sent as fp32 before (prototype: 500)"), "0"),
+               refit_parameter("100", "10")},  // in mode=paper as in the prototype
           .scheme = scheme,
           .traits =
               [](const Values& v) {

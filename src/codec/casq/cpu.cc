@@ -142,8 +142,6 @@ const UnitOps kCasqUnits = {
 #if defined(GRADWIRE_HAS_CUDA)
     .cuda = &kCasqCudaUnits,
 #endif
-    .mergeable = casq_mergeable,
-    .merge = merge_casq,
 };
 
 }  // namespace gradwire

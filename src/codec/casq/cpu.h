@@ -16,10 +16,6 @@ void load_casq_codes(const Kernels& kernels, const Span& s, uint64_t begin, uint
 
 UnitProblem check_casq(const Span& s, uint64_t unit);
 
-// merge.cc: the tables of several senders as one (mode=paper with counts).
-bool casq_mergeable(const Scheme& scheme);
-UnitProblem merge_casq(const Span& span, std::span<const uint32_t* const> regions, float* out);
-
 // mode=paper: a hash of the index says the bucket, over the whole tensor.
 struct HashBuckets {
   uint64_t buckets[kMaxClusters], start[kMaxClusters];

@@ -79,7 +79,7 @@ class WidthFitter final : public Fitter {
  private:
   static BitRule rule_of(const Codec& codec, const FitContext& context) {
     BitRule rule;
-    rule.error = number_of(codec, "error");
+    rule.error = context.share * number_of(codec, "error");
     rule.form = rule.error > 0 ? BitRule::Form::error : BitRule::Form::budget;
     rule.convex = codec.get("rule") == "convex";
     rule.steps = static_cast<uint64_t>(number_of(codec, "steps"));

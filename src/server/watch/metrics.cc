@@ -138,6 +138,11 @@ std::string metrics_text(const json& status) {
     state.sample(text_at(status, "state") == name ? 1 : 0, {{"state", name}});
   gauge("gradwire_uptime_seconds", "Seconds since the server started.", at(status, {"uptime_s"}));
   counter("gradwire_steps_total", "Steps the weights have made; a checkpoint keeps the count.", at(status, {"step"}));
+  counter("gradwire_skipped_steps_total", "Steps that changed nothing, because something was not finite.",
+          at(status, {"skipped_steps"}));
+  const json& failed = at(status, {"failed"});
+  Family(out, "gauge", "gradwire_training_failed", "1 if more than half of the steps were skipped, else 0.")
+      .sample(failed.is_boolean() ? json(failed.get<bool>() ? 1 : 0) : json());
   step_seconds(out, status);
   gauge("gradwire_durable_step", "Step of the last checkpoint on disk.", at(status, {"durable_step"}));
   gauge("gradwire_loss", "Mean loss of the workers at the last step.", at(status, {"loss"}));

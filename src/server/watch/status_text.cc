@@ -135,6 +135,9 @@ std::string status_text(const json& status) {
   };
   line("step", count(at(status, {"step"})) +
                    (number(at(status, {"durable_step"})) ? ", on disk " + count(at(status, {"durable_step"})) : ""));
+  if (number(at(status, {"skipped_steps"})).value_or(0) > 0)
+    line("skipped", count(at(status, {"skipped_steps"})) + " steps, not finite" +
+                        (at(status, {"failed"}) == true ? ": more than half, so the training has FAILED" : ""));
   line("speed", plain(at(status, {"steps_per_s"})) + " steps/s");
   line("loss", plain(at(status, {"loss"})));
   line("workers", fmt::format("{} present, {} needed, {} at most", count(at(status, {"workers", "present"})),

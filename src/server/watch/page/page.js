@@ -141,6 +141,7 @@ function show(s) {
   const wrong = Object.entries(refused).filter(([, times]) => times > 0).map(([why, times]) => `${count(times)} ${why}`).join(", ");
   lines("faults-lines", [
     ["refused", wrong || "nothing"],
+    ["skipped", s.skipped_steps > 0 ? `${count(s.skipped_steps)} steps, not finite${s.failed ? ": more than half, so the training has failed" : ""}` : "no step", s.failed],
     ["checkpoint", checkpoint.path ? `${checkpoint.path}, every ${count(checkpoint.every)} steps` : "none is kept"],
     ["saved", finite(checkpoint.last_s) ? `${count(checkpoint.saved)}, the last ${seconds(checkpoint.last_s)} ago, ${bytes(checkpoint.bytes)}` : count(checkpoint.saved)],
     ["failed", checkpoint.failed > 0 ? `${count(checkpoint.failed)}, the last: ${checkpoint.last_error}` : "never", checkpoint.failed > 0],
