@@ -13,6 +13,7 @@ class Row:
     codec: str
     paper: str = ""
     options: tuple = ()
+    rival: str = ""  # the label of a row of the same size; the table ends with the differences from it
 
     @property
     def label(self):
@@ -51,7 +52,7 @@ TABLES = {
             Row("qsgd:bits=5"),
             Row("dqsgd:budget=4.5", "-0.22 at 4.50 bits"),
             Row("qsgd:bits=4", "-2.70"),
-            Row("dqsgd:budget=3"),
+            Row("dqsgd:budget=3", rival="qsgd:bits=3"),
             Row("qsgd:bits=3"),
             Row("qsgd:bits=2", "-13.97 (TernGrad)"),
             topk(3),
@@ -66,7 +67,7 @@ TABLES = {
             Row("qsgd:bits=5"),
             Row("dqsgd:budget=4.5", "-0.19 at 4.70 bits"),
             Row("qsgd:bits=4", "-1.22"),
-            Row("dqsgd:budget=3"),
+            Row("dqsgd:budget=3", rival="qsgd:bits=3"),
             Row("qsgd:bits=3"),
             Row("qsgd:bits=2", "-5.36 (TernGrad)"),
             topk(3),
@@ -80,7 +81,7 @@ TABLES = {
             *QSGD[:1],
             Row("qsgd:bits=3", "-3.45"),
             *QSGD[2:],
-            Row("fft:theta=0.85"),
+            Row("fft:theta=0.85", rival="qsgd:bits=2"),
             Row("fft:theta=0.85", "-0.12", ("--feedback", "off")),
             Row("fft:theta=0.9,schedule=step,until={72%}"),
             Row("fft:theta=0.9,schedule=step,until={72%}", "as fp32", ("--feedback", "off")),
@@ -95,10 +96,10 @@ TABLES = {
             *EXACT,
             *QSGD,
             Row("onebit"),
-            Row("casq:bits=1"),
-            Row("casq:bits=2"),
+            Row("casq:bits=1", rival="qsgd:bits=2"),
+            Row("casq:bits=2", rival="qsgd:bits=3"),
             Row("casq:bits=2,mode=paper"),
-            Row("optquant:bits=3,mode=biased"),
+            Row("optquant:bits=3,mode=biased", rival="qsgd:bits=3"),
             Row("optquant:bits=2,mode=biased"),
             topk(3),
         ],
@@ -111,8 +112,8 @@ TABLES = {
             *EXACT,
             Row("qsgd:bits=3"),
             Row("qsgd:bits=2"),
-            Row("casq:bits=2"),
-            Row("optquant:bits=3"),
+            Row("casq:bits=2", rival="qsgd:bits=3"),
+            Row("optquant:bits=3", rival="qsgd:bits=3"),
         ],
         steps_to=True,
         server=True,
@@ -123,11 +124,11 @@ TABLES = {
         [
             *EXACT,
             *QSGD,
-            Row("optquant:bits=3"),
+            Row("optquant:bits=3", rival="qsgd:bits=3"),
             Row("optquant:bits=2,refit=0"),
-            Row("optquant:bits=2"),
-            Row("optquant:bits=2,mode=biased", "", ("--feedback", "off")),
-            Row("optquant:bits=2,mode=biased"),
+            Row("optquant:bits=2", rival="qsgd:bits=2"),
+            Row("optquant:bits=2,mode=biased", "", ("--feedback", "off"), rival="qsgd:bits=2"),
+            Row("optquant:bits=2,mode=biased", rival="qsgd:bits=2"),
             topk(2.07),
         ],
     ),

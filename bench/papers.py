@@ -157,6 +157,14 @@ class Printed:
         for row in self.table.rows:
             if self.found[row.label]:
                 self.show_row(row, self.found[row.label])
+        print()
+        for row in self.table.rows:
+            if row.rival and self.found[row.label] and self.found[row.rival]:
+                print(f"- `{row.label}` minus `{row.rival}`: {self.against(row, accuracy, 'accuracy', 'points', 2)} points of "
+                      f"accuracy, {self.against(row, train_loss, 'train_loss', '1', 4)} of training loss")
+
+    def against(self, row, value, metric, unit, digits):
+        return self.difference(row, self.found[row.label], value, f"{metric}_minus_rival", unit, digits, row.rival)
 
     def show_row(self, row, runs):
         values = [accuracy(run) for run in runs.values()]
@@ -177,13 +185,15 @@ class Printed:
             cells += self.way_to_loss(row, runs)
         print("| " + " | ".join([*cells, row.paper]) + " |")
 
-    def difference(self, row, runs, value, metric, unit, digits):
-        paired = [value(run) - value(self.reference[seed]) for seed, run in runs.items() if seed in self.reference]
-        if row.label == self.table.reference or not paired:
+    def difference(self, row, runs, value, metric, unit, digits, other=None):
+        """Paired by seed, as a text. `other` is a row's label; without it, it is the reference."""
+        other = other or self.table.reference
+        paired = [value(run) - value(self.found[other][seed]) for seed, run in runs.items() if seed in self.found[other]]
+        if row.label == other or not paired:
             return ""
         error = spread(paired) / math.sqrt(len(paired))
         self.record.add(self.command, metric, statistics.fmean(paired), unit,
-                        note=f"{row.label} minus {self.table.reference}; standard error {error:.{digits}f}")
+                        note=f"{row.label} minus {other}; standard error {error:.{digits}f}")
         return f"{statistics.fmean(paired):+.{digits}f} +- {error:.{digits}f}"
 
     def way_to_loss(self, row, runs):
