@@ -299,8 +299,11 @@ def test_after_the_broken_checkpoint_is_removed_the_older_one_serves(saved, unin
     assert resumed.of("start")[0]["first_step"] == 16 and resumed.learned == uninterrupted.learned
 
 
-@pytest.mark.parametrize("how", ["removed", "empty", "cut", "flipped", "empty folder"])
-@pytest.mark.parametrize("name", ["manifest.json", "weights.pt", "rank-1-bucket-0.residuals"])
+@pytest.mark.parametrize("name, how", [
+    *((name, how) for name in ("manifest.json", "weights.pt", "rank-1-bucket-0.residuals")
+      for how in ("removed", "empty", "cut", "flipped")),
+    ("every file", "empty folder"),
+])
 def test_the_checkpoint_before_a_damaged_one_is_named_and_taken_if_asked_for(saved, uninterrupted, how, name):
     folder, arguments = saved
     newest = folder / "step-000000032"
