@@ -77,7 +77,9 @@ class RankError(AssertionError):
 
 class Ranks:
     def __init__(self, processes: int = LARGEST, backend: str = "gloo") -> None:
-        context = multiprocessing.get_context("spawn")
+        # One process imports torch and what it imports later, when a training begins; the ranks are forks of it.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "gradwire.torch"])
         port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples as a user starts them: torchrun, two ranks, a few steps on made-up images and on the project's own
-pages. What they print last with --json is what is asserted on. A training that is interrupted and resumed must end
-where the uninterrupted one does, bit for bit.
+"""The examples on two ranks, a few steps on made-up images and on the project's own pages. torchrun starts each of them
+once, as users do; it takes half a minute of processor time to import torch in all its processes, so the other trainings
+are started with the variables that torchrun sets. What they print last with --json is what is asserted on. A training
+that is interrupted and resumed must end where the uninterrupted one does, bit for bit.
 """
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -15,7 +17,8 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from ranks import PATIENCE
+from ranks import PATIENCE, free_port
+from warm_python import Warm
 
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
@@ -25,7 +28,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CODEC = "optquant:bits=4"
 
 
-def launch(example, *words, ranks):
+def torchrun(example, *words, ranks):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [
         sys.executable,
@@ -37,21 +40,39 @@ def launch(example, *words, ranks):
         str(EXAMPLES / example),
         *map(str, words),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd="/", env=environment)
-
-
-def last_line(example, *words, ranks=2):
-    done = launch(example, *words, "--json", ranks=ranks)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd="/", env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
 
 
-def cifar10(*words, ranks=2):
-    return last_line("ddp_cifar10.py", "--synthetic", "--batch", 32, "--steps", 6, *words, ranks=ranks)
+def warm(example, *words, ranks):
+    """What torchrun does, in processes that have imported torch already."""
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    command = [str(EXAMPLES / example), *map(str, words)]
+    with contextlib.ExitStack() as stack:
+        # Rank 0, which prints, is heard first: the others print nothing.
+        processes = [
+            stack.enter_context(Warm(command, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            for rank in range(ranks)
+        ]
+        done = [process.communicate(PATIENCE) for process in processes]
+    for code, _, errors in done:
+        assert code == 0, errors.decode()[-4000:]
+    return b"".join(out for _, out, _ in done).decode()
 
 
-def gpt(*words):
-    return last_line("ddp_gpt.py", "--layers", 2, "--width", 64, "--context", 64, "--steps", 30, "--lr", 0.01, *words)
+def last_line(example, *words, ranks=2, start=warm):
+    return json.loads(start(example, *words, "--json", ranks=ranks).splitlines()[-1])
+
+
+def cifar10(*words, ranks=2, start=warm):
+    return last_line("ddp_cifar10.py", "--synthetic", "--batch", 32, "--steps", 6, *words, ranks=ranks, start=start)
+
+
+def gpt(*words, start=warm):
+    shape = ["--layers", 2, "--width", 64, "--context", 64]
+    return last_line("ddp_gpt.py", *shape, "--steps", 30, "--lr", 0.01, *words, start=start)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +84,7 @@ def example_module():
 
 
 def test_cifar10_without_a_codec_is_plain_ddp():
-    plain = cifar10("--codec", "none", "--epochs", 1)
+    plain = cifar10("--codec", "none", "--epochs", 1, start=torchrun)
     assert plain["bits"] == 32 and plain["world"] == 2 and math.isfinite(plain["loss"])
 
 
@@ -89,7 +110,7 @@ def test_gpt_learns_with_and_without_a_codec():
 
 
 def test_gpt_is_sharded_with_gradients_and_weights_compressed():
-    report = gpt("--fsdp", "--codec", "qsgd:bits=4", "--weights", "unigrid:bits=8")
+    report = gpt("--fsdp", "--codec", "qsgd:bits=4", "--weights", "unigrid:bits=8", start=torchrun)
     assert report["held_out_loss"] < 4
 
 

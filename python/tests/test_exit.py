@@ -6,13 +6,11 @@ either.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from ranks import PATIENCE, free_port
+from warm_python import Warm
 
 SCRIPT = """
 import os, sys, threading, time, torch, torch.distributed as dist
@@ -83,19 +81,14 @@ def ended(folder: Path, text: str, *arguments: str) -> bytes:
     script = folder / "ends.py"
     script.write_text(text)
     port = str(free_port())
-    commands = [[sys.executable, str(script), str(rank), port, *arguments] for rank in range(2)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = {"GLOO_SOCKET_IFNAME": "lo"}
     with (
-        subprocess.Popen(commands[1], stdin=subprocess.PIPE, env=environment) as other,
-        subprocess.Popen(commands[0], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as one,
+        Warm([str(script), "1", port, *arguments], environment),
+        Warm([str(script), "0", port, *arguments], environment) as one,
     ):
-        try:
-            out, err = one.communicate(timeout=PATIENCE)
-            assert one.returncode == 0, (one.returncode, err.decode())
-            return out
-        finally:
-            one.kill()
-            other.kill()
+        code, out, err = one.communicate(PATIENCE)
+        assert code == 0, (code, err.decode())
+        return out
 
 
 @pytest.mark.parametrize("moment", ["submitted", "exchanging", "forgotten", "computing"])

@@ -12,7 +12,7 @@ namespace {
 using namespace test;
 
 TEST(Meter, TimesGrowWithEveryStepAndPartsDoNotOverlap) {
-  const std::vector<NamedTensor> tensors{{"w", 1'000'000}};
+  const std::vector<NamedTensor> tensors{{"w", lighter<uint64_t>(1'000'000, 100'000)}};
   for (Method method : kMethods)
     for (int threads : {1, 2})
       for (const char* codec : {"qsgd:bits=4", "dqsgd:mode=paper,steps=5"})

@@ -19,7 +19,7 @@
 namespace gradwire::test {
 namespace {
 
-constexpr uint64_t kElements = 8192, kSteps = 1200;
+constexpr uint64_t kElements = 4096, kSteps = 1200;
 constexpr int kRanks = 2;
 constexpr double kBound = 1.25;  // of the oracle's error; levels are up to 100 steps old
 

@@ -21,6 +21,7 @@
 #include "server/client.h"
 #include "server/hub.h"
 #include "support/lighter.h"
+#include "support/scratch_folder.h"
 
 namespace gradwire::server {
 
@@ -297,13 +298,6 @@ inline void expect_ledger(const ServerHub& hub) {
   const nlohmann::json ledger = hub.status()["ledger"];
   EXPECT_GT(ledger["magnitude"].get<double>(), 0);
   EXPECT_LT(ledger["relative"].get<double>(), 1e-6) << ledger.dump();
-}
-
-inline std::string scratch_file(const std::string& name) {
-  const auto path = std::filesystem::temp_directory_path() / ("gradwire_" + std::to_string(::getpid()) + "_" + name);
-  std::filesystem::remove(path);
-  std::filesystem::remove(path.string() + ".old");
-  return path.string();
 }
 
 }  // namespace gradwire::server

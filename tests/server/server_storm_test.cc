@@ -195,7 +195,7 @@ TEST(ServerStorm, SixtyFourWorkersAtOnceAndNotOneMore) {
   EXPECT_THROW(another.join(), Error);
   work(toys, 5);
   const uint64_t early = server.hub()->status()["memory_bytes"];
-  work(toys, 20);
+  work(toys, test::lighter(20, 10));
   const uint64_t late = server.hub()->status()["memory_bytes"];
   expect_agreement(toys);
   expect_nothing_missing(toys);

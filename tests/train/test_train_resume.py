@@ -47,9 +47,15 @@ def arguments_of(case, data):
     return ["--data", data / place, *rest, "--workers", 2, "--threads", 1]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small(data):
     return ["--data", data / "idx", *MLP, "--workers", 2, "--threads", 1, "--codec", "topk:ratio=0.05", "--epochs", 4]
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(small):
+    """The run of `small` that nothing disturbs. Many tests compare with it, and one is as good as another."""
+    return train(*small)
 
 
 def steps_in(folder):
@@ -131,26 +137,31 @@ def test_a_run_that_diverged_is_resumed_all_the_same(tmp_path, small):
     assert resumed.learned == whole.learned
 
 
-def test_processes_go_on_where_threads_stopped(tmp_path, small):
+def test_processes_go_on_where_threads_stopped(tmp_path, small, uninterrupted):
     if shutil.which("mpirun") is None or not json.loads(call("doctor", "--json")[0].splitlines()[0])["mpi_built"]:
         pytest.skip("no MPI")
-    whole = train(*small)
     saved = [*small, "--checkpoint", tmp_path / "saved", "--save-every", 5, "--resume"]
     with Live(*saved) as live:
         live.until_step(8)
         live.kill()
     resumed = train(*saved, "--engine", "mpi", launcher=["mpirun", "-n", "2"], environment=fixture.MPI_ENVIRONMENT)
-    assert resumed.of("start")[0]["first_step"] > 0 and resumed.learned == whole.learned
+    assert resumed.of("start")[0]["first_step"] > 0 and resumed.learned == uninterrupted.learned
 
 
 # Stopped ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_saves_and_goes_on(tmp_path, small, number):
+@pytest.fixture(scope="session")
+def longer(small):
+    """The arguments of a run that is long enough to be stopped, and that run when nothing stops it."""
     arguments = list(small)
     arguments[arguments.index("--epochs") + 1] = 40
-    whole = train(*arguments)
+    return arguments, train(*arguments)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_saves_and_goes_on(tmp_path, longer, number):
+    arguments, whole = longer
     saved = [*arguments, "--checkpoint", tmp_path / "saved"]
     with Live(*saved) as live:
         assert live.until_step(20)
@@ -189,13 +200,19 @@ def test_people_see_the_epochs_before_when_a_run_goes_on(tmp_path, small):
 # Refused ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="session")
+def saved_once(tmp_path_factory, small):
+    folder = tmp_path_factory.mktemp("saved_once") / "saved"
+    train(*small, "--checkpoint", folder, "--save-every", 16)
+    assert steps_in(folder) == [16, 32]
+    return folder
+
+
 @pytest.fixture
-def saved(tmp_path, small):
-    """Checkpoints of the middle and of the end of a run, and its arguments."""
-    arguments = [*small, "--checkpoint", tmp_path / "saved", "--save-every", 16]
-    train(*arguments)
-    assert steps_in(tmp_path / "saved") == [16, 32]
-    return tmp_path / "saved", arguments
+def saved(tmp_path, small, saved_once):
+    """Checkpoints of the middle and of the end of a run, and its arguments: a copy, which a test may damage."""
+    shutil.copytree(saved_once, tmp_path / "saved")
+    return tmp_path / "saved", [*small, "--checkpoint", tmp_path / "saved", "--save-every", 16]
 
 
 def content(folder):
@@ -274,17 +291,20 @@ def test_every_damaged_file_of_a_checkpoint_is_refused_by_name(saved, how):
     assert train(*arguments, "--resume").end["finished"]
 
 
-def test_after_the_broken_checkpoint_is_removed_the_older_one_serves(saved, small):
+def test_after_the_broken_checkpoint_is_removed_the_older_one_serves(saved, uninterrupted):
     folder, arguments = saved
     shutil.rmtree(folder / "step-000000032")
     refuse(USAGE, "step 16", *arguments)
     resumed = train(*arguments, "--resume")
-    assert resumed.of("start")[0]["first_step"] == 16 and resumed.learned == train(*small).learned
+    assert resumed.of("start")[0]["first_step"] == 16 and resumed.learned == uninterrupted.learned
 
 
-@pytest.mark.parametrize("how", ["removed", "empty", "cut", "flipped", "empty folder"])
-@pytest.mark.parametrize("name", ["manifest.json", "weights.pt", "rank-1-bucket-0.residuals"])
-def test_the_checkpoint_before_a_damaged_one_is_named_and_taken_if_asked_for(saved, small, how, name):
+@pytest.mark.parametrize("name, how", [
+    *((name, how) for name in ("manifest.json", "weights.pt", "rank-1-bucket-0.residuals")
+      for how in ("removed", "empty", "cut", "flipped")),
+    ("every file", "empty folder"),
+])
+def test_the_checkpoint_before_a_damaged_one_is_named_and_taken_if_asked_for(saved, uninterrupted, how, name):
     folder, arguments = saved
     newest = folder / "step-000000032"
     if how == "empty folder":
@@ -298,7 +318,7 @@ def test_the_checkpoint_before_a_damaged_one_is_named_and_taken_if_asked_for(sav
     resumed = train(*arguments, "--resume-previous")
     start, = resumed.of("start")
     assert start["first_step"] == 16 and start["set_aside"]["step"] == 32
-    assert resumed.learned == train(*small).learned
+    assert resumed.learned == uninterrupted.learned
     aside = folder / "step-000000032.damaged"
     assert start["set_aside"]["path"] == str(aside)
     assert sorted(path.name for path in folder.iterdir()) == ["step-000000016", newest.name, aside.name]
@@ -340,13 +360,19 @@ def largest(folder):
     return max(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.fixture(scope="session")
+def every_tenth_saved(tmp_path_factory, small):
+    folder = tmp_path_factory.mktemp("every_tenth_saved") / "saved"
+    train(*small, "--checkpoint", folder, "--save-every", 10)
+    return folder
+
+
 @pytest.mark.parametrize("share", [0.9, 0.4, 0.0])
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, small, share):
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, small, uninterrupted, every_tenth_saved, share):
     """Files that may not grow, as on a full disk: the largest ones, most, all."""
-    whole = train(*small)
     folder = tmp_path / "saved"
     saved = [*small, "--checkpoint", folder, "--save-every", 10]
-    train(*saved)
+    shutil.copytree(every_tenth_saved, folder)
     shutil.rmtree(folder / "step-000000032")
     before = content(folder)
     limit = int(share * largest(folder))
@@ -355,10 +381,10 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, small, share):
     assert "unfinished-32/" in errors and "File too large" in errors, errors
     assert "checkpoint of step 30 is whole" in errors
     assert content(folder) == before
-    assert train(*saved, "--resume").learned == whole.learned
+    assert train(*saved, "--resume").learned == uninterrupted.learned
 
 
-def test_a_disk_that_is_really_full(tmp_path, small):
+def test_a_disk_that_is_really_full(tmp_path, small, uninterrupted):
     mount = tmp_path / "disk"
     mount.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", mount], stderr=subprocess.DEVNULL)
@@ -372,7 +398,7 @@ def test_a_disk_that_is_really_full(tmp_path, small):
         assert kept and list((mount / "saved").glob("unfinished-*")) == []
         subprocess.run(["mount", "-o", "remount,size=20m", mount], check=True)
         resumed = train(*saved, "--resume")
-        assert resumed.of("start")[0]["first_step"] == kept[-1] and resumed.learned == train(*small).learned
+        assert resumed.of("start")[0]["first_step"] == kept[-1] and resumed.learned == uninterrupted.learned
     finally:
         subprocess.run(["umount", mount], check=True)
 
