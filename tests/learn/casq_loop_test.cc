@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// casq in its loop: a reducer with error feedback that refits as it goes, over a thousand steps. What one message
+// casq in its loop: a reducer with error feedback that refits as it goes, over thousands of steps. What one message
 // costs says nothing about this. A rule that gives all buckets to one sign is best for a message and starves the other
 // sign from fit to fit; it is here too, as a rival that fails.
 #include <gtest/gtest.h>
@@ -138,7 +138,7 @@ Debt greedy(const std::string& spec, Profile profile, uint32_t seed, uint64_t st
 TEST(CasqLoop, ResidualsStayBounded) {
   for (const Profile profile : kProfiles)
     for (const uint32_t seed : {1, 2}) {
-      const Debt ours = reduced("casq:bits=2", profile, seed, 1000);
+      const Debt ours = reduced("casq:bits=2", profile, seed, 2000);
       const std::string what = "profile " + std::to_string(static_cast<int>(profile)) + " seed " + std::to_string(seed);
       EXPECT_LT(ours.most, 1.1) << what;
       EXPECT_LT(ours.last, 1.1) << what;
@@ -168,7 +168,7 @@ TEST(CasqLoop, TheOrderThatIsBestForOneMessageStarvesASign) {
 TEST(CasqLoop, OneBitStaysBoundedWhereSignsAloneDoNot) {
   for (const Profile profile : kProfiles) {
     const bool heavy = profile == Profile::student;
-    const Debt ours = reduced("casq:bits=1", profile, 1, 1000), signs = reduced("onebit", profile, 1, 600);
+    const Debt ours = reduced("casq:bits=1", profile, 1, 2000), signs = reduced("onebit", profile, 1, 600);
     EXPECT_LT(ours.most, heavy ? 7 : 4.5) << static_cast<int>(profile);
     EXPECT_LT(ours.most, signs.last / 4) << static_cast<int>(profile);
     EXPECT_LT(reduced("casq:bits=1,refit=0", profile, 1, 300).most, heavy ? 7 : 4.5) << static_cast<int>(profile);

@@ -324,6 +324,21 @@ def test_the_page_never_scrolls_sideways(show, width, made):
           !element.closest(".scroll")).map((element) => element.outerHTML.slice(0, 200));""") == []  # fmt: skip
 
 
+def test_columns_beyond_the_edge_are_announced(show):
+    page = show(status())
+    shaded = "return document.getElementById('workers-box').classList.contains('more')"
+    announced = "return document.getElementById('beyond').getClientRects().length > 0"
+    page.width(1400)
+    page.wait("return innerWidth === 1400 && document.querySelectorAll('#workers tr').length > 0")
+    page.wait(f"{announced} === false")
+    page.width(400)
+    page.wait(announced)
+    page.wait(shaded)
+    page.run("document.getElementById('workers-box').scrollLeft = 10000")
+    page.wait(f"{shaded} === false")
+    assert page.run(announced)
+
+
 CONTRAST = """
     const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
     const light = ([r, g, b]) => [r, g, b]

@@ -65,7 +65,17 @@ function workers(list) {
     [worker.name || worker.id, worker.state, count(worker.step), count(worker.staleness), seconds(worker.lag_s), count(worker.late), count(worker.updates),
      number(worker.loss), bytes(worker.bytes_up), bytes(worker.bytes_down), worker.peer].forEach((text, i) => set(row.cells[i], String(text ?? "\u2013")));
   });
+  edge();
 }
+
+// Columns beyond the edge of the box are announced above it, and the edge is shaded.
+function edge() {
+  const box = id("workers-box"), beyond = box.scrollWidth - box.clientWidth;
+  id("beyond").hidden = box.hidden || beyond <= 1;
+  box.classList.toggle("more", beyond - box.scrollLeft > 1);
+}
+new ResizeObserver(edge).observe(id("workers-box"));
+id("workers-box").addEventListener("scroll", edge);
 
 // Loss ----------------------------------------------------------------------------------------------------------------
 let points = [], pointed = null;  // pointed: where the pointer is, in pixels from the left
@@ -149,7 +159,7 @@ function show(s) {
   ]);
   lines("books-lines", [
     ...["computed", "applied", "held", "lost", "difference"].map((entry) => [entry, number(ledger[entry], 6), entry === "difference" && off]),
-    ["model", `${count(model.tensors)} tensors, ${count(model.elements)} elements in ${count(model.parts)} shards`],
+    ["model", `${count(model.tensors)} tensors, ${count(model.elements)} elements in ${count(model.parts)} shard${model.parts === 1 ? "" : "s"}`],
   ]);
 }
 
