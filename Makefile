@@ -16,6 +16,9 @@ MPI ?= ON
 TORCH ?= ON
 TORCH_PYTHON ?=
 export TORCH TORCH_PYTHON
+# Names of generated files are relative to the folder that they are compiled in, so that the trees below build/ share
+# them where they are alike: the wheel that is tested has most objects of the main tree.
+export CCACHE_BASEDIR ?= $(CURDIR)/build
 PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 600
 

@@ -194,11 +194,13 @@ TEST(CasqLoop, ThePapersFormStaysBounded) {
 // the others have made of its message, or the debt grows in every step.
 Debt reduced_by_four(const std::string& spec, Profile profile, uint32_t seed, uint64_t steps) {
   constexpr int kRanks = 4;
+  constexpr size_t kElements = kTileElements / 4;
   const std::vector<float> common = drawn(profile, seed);
   std::vector<std::vector<float>> gradients;
-  std::vector<float> mean(common.size());
+  std::vector<float> mean(kElements);
   for (int rank = 0; rank < kRanks; ++rank) {
     std::vector<float>& own = gradients.emplace_back(drawn(profile, seed + 10 + static_cast<uint32_t>(rank)));
+    own.resize(kElements);
     for (size_t i = 0; i < own.size(); ++i) mean[i] += (own[i] += common[i]) / kRanks;
   }
   Debt debt(mean.size());
