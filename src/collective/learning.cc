@@ -6,17 +6,6 @@
 #include <algorithm>
 
 namespace gradwire {
-namespace {
-
-// States from before optquant's `workers` followed the world were saved under its former default. Their levels are
-// levels still.
-std::string former_name(std::string name) {
-  const std::string now = ",workers=0,", then = ",workers=1,";
-  const size_t at = name.find(now);
-  return at == std::string::npos ? name : name.replace(at, now.size(), then);
-}
-
-}  // namespace
 
 Learning::Learning(const Job& job, Direction direction, int world)
     : fixed_(direction == Direction::up ? job.up : job.down) {
@@ -97,8 +86,7 @@ void Learning::save(ErrorFeedback& feedback) const {
 
 void Learning::restore(const ErrorFeedback& feedback) {
   for (LearnerEntry& entry : learners_) {
-    auto found = feedback.extras().find(entry.name);
-    if (found == feedback.extras().end()) found = feedback.extras().find(former_name(entry.name));
+    const auto found = feedback.extras().find(entry.name);
     if (found != feedback.extras().end()) entry.learner.restore(found->second);
   }
 }

@@ -21,8 +21,8 @@ namespace {
 // A sample of 2^18 elements per step: small against a gradient, large against the few numbers that are learned from it.
 constexpr uint64_t kSampleBlocks = 256;
 
-// No rank counts more than this. The largest sums are casq's, of squares: 2^18 elements of a mean square of 1, in units
-// of 2^-24 and with weights up to 2^12, make 2^54.
+// No rank counts more than this. The largest sums that a codec has are of squares: 2^18 elements of a mean square of 1,
+// in units of 2^-24 and with weights up to 2^12, make 2^54.
 constexpr int64_t kMostCount = int64_t{1} << 55;
 static_assert(kMostCount <= INT64_MAX / static_cast<int64_t>(Learner::kMostPooled));
 // The squares of the least and of the greatest f32 are 2^-298 and 2^256, and a sum of 2^40 of them is beyond neither.

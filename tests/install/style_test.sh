@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # The C++ and CUDA sources are formatted as .clang-format says, and no line of the sources, the Python package, the
 # tests and the pages is longer than 120 columns. In pages, tables and lines of one word, such as a link, are exempt. A
-# type name is defined once: types of a namespace, which begin at the first column, and not those inside a class.
+# type name is defined once: types of a namespace, which begin at the first column, and not those inside a class. The
+# folders that work for every codec name none, except the casts, which tensors and messages are defined by.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export LC_ALL=C.UTF-8
@@ -21,4 +22,10 @@ for name in $twice; do
   grep -nE "^(struct|class|union|enum|enum class) (alignas\([^)]*\) )?$name( final)?( :[^;]*)? ?\{" "${sources[@]}"
   failed=1
 done
+codecs=$(sed -n 's/^GW_CODEC(\(.*\))$/\1/p' src/codec/codecs.def | grep -vxE 'fp32|fp16|bf16' | paste -sd '|')
+[[ $codecs == *casq* ]] || { echo "src/codec/codecs.def: no codecs found"; exit 1; }
+if git grep -nwiE "$codecs" -- src/device src/message src/learn src/collective; then
+  echo "these folders work for every codec and name none"
+  failed=1
+fi
 exit $failed

@@ -173,29 +173,5 @@ TEST(LevelsLoop, WorkersFollowTheWorldUnlessGiven) {
   EXPECT_EQ(learned_levels(spec, 1), learned_levels(spec + ",workers=1", 4));
 }
 
-// A state that was saved when `workers` was 1 by default is found under the name that it then had.
-TEST(LevelsLoop, AStateOfTheFormerDefaultIsRestored) {
-  const std::vector<NamedTensor> tensors{{"w", kElements}};
-  run_loopback(1, [&](Engine& engine) {
-    const ReduceOptions options{.method = Method::gather, .up = "optquant:bits=3"};
-    Reducer first(engine, tensors, options), second(engine, tensors, options);
-    TensorValues in(tensors), out(tensors);
-    const std::vector<float> x = drifting(0, 3, 9);
-    in.fill([&](size_t, uint64_t i) { return x[i]; });
-    for (uint64_t step = 0; step < 4; ++step) first.run(step, in.in(), out.out());
-    ASSERT_EQ(first.feedback().extras().size(), 1u);
-    std::string name = first.feedback().extras().begin()->first;
-    const std::vector<std::byte> state = first.feedback().extras().begin()->second;
-    const size_t at = name.find("workers=0");
-    ASSERT_NE(at, std::string::npos) << name;
-    ErrorFeedback former;
-    former.set_extra(name.replace(at, 9, "workers=1"), state);
-    second.feedback() = std::move(former);
-    for (Reducer* one : {&first, &second}) one->run(4, in.in(), out.out());
-    EXPECT_FALSE(second.codecs(Direction::up)[0].table().empty());
-    EXPECT_TRUE(std::ranges::equal(second.codecs(Direction::up)[0].table(), first.codecs(Direction::up)[0].table()));
-  });
-}
-
 }  // namespace
 }  // namespace gradwire::test
