@@ -136,7 +136,7 @@ TABLES = {
         "Quantized Adam: bits of the updates x bits of the weights x learning rates",
         "--task fashion-mnist --model mlp:width=128 --collective gather --workers 4 --limit 16000 --epochs 5",
         [
-            *[Row("fp32", "", ("--optimizer", "adam", "--rate", rate)) for rate in ("0.002", "0.004", "0.008")],
+            *[Row("fp32", "", ("--optimizer", "adam", "--rate", rate)) for rate in ("0.002", "0.004", "0.008", "0.016")],
             *[
                 Row(up, "", ("--optimizer", "qadam", "--down", down, "--rate", rate))
                 for up in ("fp32", "loggrid:k=6", "loggrid:k=2", "loggrid:k=0")
@@ -144,6 +144,6 @@ TABLES = {
                 for rate in ("0.004", "0.008", "0.016")
             ],
         ],
-        reference="fp32 --optimizer adam --rate 0.004",
+        reference="fp32 --optimizer adam --rate 0.008",
     ),
 }
