@@ -142,8 +142,8 @@ def spread(values):
 
 
 class Printed:
-    def __init__(self, name, table, found, record, command):
-        self.name, self.table, self.found, self.record, self.command = name, table, found, record, command
+    def __init__(self, table, found, record, command):
+        self.table, self.found, self.record, self.command = table, found, record, command
         self.reference = found[table.reference]
         # What a codec has to reach: 5 % above the loss of the uncompressed training after its last epoch.
         losses = [run["epochs"][-1]["test_loss"] for run in self.reference.values()]
@@ -227,7 +227,7 @@ def main():
     report(table.rows, arguments.out)
     record = Rows("cuda" if "cuda" in passed else "cpu", arguments.machine)
     command = f"python3 bench/papers.py {arguments.table} --out DIR {shlex.join(without_places(passed))}".rstrip()
-    Printed(arguments.table, table, runs_of(table.rows, arguments.out), record, command).show()
+    Printed(table, runs_of(table.rows, arguments.out), record, command).show()
     record.append(arguments.dry_run)
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from netns import Network, refuse_without_means
 from rows import BENCH, PROGRAM, Rows, load_note
+from serving import listening, stop
 
 
 # Accuracy.
@@ -245,25 +246,6 @@ def thread_seconds(process):
         except OSError:  # it has just ended
             pass
     return own, all_threads, own_user
-
-
-def stop(process):
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def listening(arguments, where=()):
-    process = subprocess.Popen([*where, PROGRAM, "serve", "--json", *arguments], stdout=subprocess.PIPE, text=True)
-    line = json.loads(process.stdout.readline())
-    while line["event"] != "listening":
-        line = json.loads(process.stdout.readline())
-    threading.Thread(target=process.stdout.read, daemon=True).start()  # events that nobody reads must not block it
-    return process, line["address"]
 
 
 def loopback(options):

@@ -8,7 +8,7 @@
 
 #include "codec/norm_profiles.h"
 #include "core/bits.h"
-#include "gradwire/collective.h"
+#include "server/reducer_descent.h"
 #include "server/server_faults.h"
 
 namespace gradwire::server {
@@ -29,7 +29,7 @@ Signature budget_signature(const std::string& up, uint64_t steps) {
   return signature;
 }
 
-using Tensors = std::vector<std::vector<float>>;
+using Tensors = DescentTensors;
 
 // The update of a worker: uniform values within +-norm. And what all of them would have added up to without
 // compression: as there is error feedback, the difference from it is what the last quantisation has left out.
@@ -64,30 +64,12 @@ class BudgetCourse {
 
 double noise_over_reducer(const std::vector<double>& norms, const std::string& up) {
   BudgetCourse course(norms);
-  run_loopback(kWorkers, [&](Engine& engine) {
-    ReduceOptions options;
-    options.method = ReduceOptions::Method::gather;
-    options.up = up;
-    options.steps = kSteps;
-    options.feedback = ReduceOptions::Feedback::on;  // as over a server
-    std::vector<NamedTensor> tensors;
-    for (const Variable& one : budget_signature(up, 0).parameters) tensors.push_back({one.name, one.count()});
-    Reducer reducer(engine, tensors, options);
-    Tensors weights(kTensors, std::vector<float>(kElements)), update = weights, mean = weights;
-    for (uint64_t step = 0; step < kSteps; ++step) {
-      course.update(engine.rank(), step, update);
-      std::vector<const void*> in;
-      std::vector<void*> out;
-      for (size_t i = 0; i < kTensors; ++i) {
-        in.push_back(update[i].data());
-        out.push_back(mean[i].data());
-      }
-      reducer.run(step, in, out);
-      for (size_t i = 0; i < kTensors; ++i)
-        for (uint64_t k = 0; k < kElements; ++k) weights[i][k] -= mean[i][k];
-      if (engine.rank() == 0) course.see(step + 1, weights);
-    }
-  });
+  descend_over_reducer(
+      budget_signature(up, 0), kWorkers, kSteps,
+      [&](uint64_t rank, uint64_t step, const Tensors&, Tensors& to) {
+        course.update(static_cast<int>(rank), step, to);
+      },
+      [&](uint64_t step, const Tensors& weights) { course.see(step, weights); });
   return course.noise();
 }
 

@@ -8,6 +8,7 @@
 #include "gradwire/collective.h"
 #include "gradwire/message.h"
 #include "server/quadratic_worker.h"
+#include "server/reducer_descent.h"
 
 namespace gradwire::server {
 namespace {
@@ -20,33 +21,14 @@ void join(QuadraticWorkers& workers, ServerFixture& server, const NoisyQuadratic
   workers.push_back(std::make_unique<QuadraticWorker>(server, problem, signature, number));
 }
 
-// The same descent over an engine. `seen` is called by rank 0.
 void descend_over_reducer(const NoisyQuadratic& problem, const std::string& up, int world, uint64_t steps,
                           const std::function<void(uint64_t step, const Tensors&)>& seen) {
-  run_loopback(world, [&](Engine& engine) {
-    ReduceOptions options;
-    options.method = ReduceOptions::Method::gather;
-    options.up = up;
-    options.steps = steps;
-    options.feedback = ReduceOptions::Feedback::on;  // as over a server
-    std::vector<NamedTensor> tensors;
-    for (const Variable& one : NoisyQuadratic::signature(up).parameters) tensors.push_back({one.name, one.count()});
-    Reducer reducer(engine, tensors, options);
-    Tensors weights = NoisyQuadratic::zeros(), update = weights, mean = weights;
-    for (uint64_t step = 0; step < steps; ++step) {
-      problem.update(static_cast<uint64_t>(engine.rank()), step, weights, update);
-      std::vector<const void*> in;
-      std::vector<void*> out;
-      for (size_t i = 0; i < update.size(); ++i) {
-        in.push_back(update[i].data());
-        out.push_back(mean[i].data());
-      }
-      reducer.run(step, in, out);
-      for (size_t i = 0; i < weights.size(); ++i)
-        for (size_t k = 0; k < weights[i].size(); ++k) weights[i][k] -= mean[i][k];
-      if (engine.rank() == 0) seen(step + 1, weights);
-    }
-  });
+  server::descend_over_reducer(
+      NoisyQuadratic::signature(up), world, steps,
+      [&](uint64_t rank, uint64_t step, const Tensors& weights, Tensors& to) {
+        problem.update(rank, step, weights, to);
+      },
+      seen);
 }
 
 std::vector<std::string> specs_that_learn() {
