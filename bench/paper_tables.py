@@ -30,7 +30,7 @@ class Table:
     server: bool = False  # over gradwire serve, with a process for each worker, on the CPU
 
 
-# 1.5 bytes for a place and 4 for a value make topk cost 48 bits for each value that it keeps, so this share of values
+# 2 bytes for a place and 4 for a value make topk cost 48 bits for each value that it keeps, so this share of values
 # has the size of a codec with so many bits.
 def topk(bits):
     return Row(f"topk:ratio={bits / 48:.3f}")
