@@ -89,6 +89,21 @@ TABLES = {
             topk(2.07),
         ],
     ),
+    "feedback": Table(
+        "Error feedback at a quarter of the learning rate of the tables above: CIFAR-10",
+        f"{CIFAR10} --rate 0.1",
+        [
+            *EXACT,
+            *QSGD[2:],
+            Row("optquant:bits=2"),
+            Row("optquant:bits=2,mode=biased", "", ("--feedback", "off")),
+            Row("optquant:bits=2,mode=biased", rival="optquant:bits=2,mode=biased --feedback off"),
+            Row("fft:theta=0.85", "", ("--feedback", "off")),
+            Row("fft:theta=0.85", rival="fft:theta=0.85 --feedback off"),
+            Row("onebit"),
+            topk(2.07),
+        ],
+    ),
     "casq": Table(
         f"CASQ: 16 workers that exchange gradients ({CASQ_PAPER})",
         f"{CASQ} --collective gather --evaluate-every 15",
