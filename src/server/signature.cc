@@ -92,7 +92,7 @@ std::string canonical(const nlohmann::json& text, const char* field) {
 
 ReduceOptions::Feedback feedback_of(const nlohmann::json& text) {
   const auto found = text.find("feedback");
-  if (found == text.end()) return ReduceOptions::Feedback::codec;
+  if (found == text.end()) return ReduceOptions::Feedback::codec;  // a checkpoint of an earlier version has none
   if (!found->is_string()) refuse("feedback is not a text");
   try {
     return parse_feedback(found->get<std::string>());

@@ -139,5 +139,32 @@ TEST(ServerFeedback, LateUpdatesComeBackWholeWithoutIt) {
   expect_ledger(*server.hub());
 }
 
+// A server that was killed has forgotten two updates of a worker, and closes their steps without it: both come back, the
+// older one without what compression changed in it. The ledger knows.
+TEST(ServerFeedback, ForgottenUpdatesThatComeTooLateAreAccountedForWithoutIt) {
+  const NoisyQuadratic problem(QuadraticProfile::sparse, 1);
+  HubOptions options = quadratic_hub(1, kTwoShards);
+  options.return_s = 0;
+  options.checkpoint = scratch_file("forgotten.gwc");
+  options.save_every = 4;
+  ServerFixture server(options);
+  QuadraticWorkers workers = start_workers(server, problem, NoisyQuadratic::signature("qsgd:bits=2"), 2);
+  QuadraticWorker &quick = *workers[0], &slow = *workers[1];
+  work_until(workers, 4);
+  ASSERT_TRUE(eventually([&] { return server.hub()->status()["durable_step"] >= 4; }));
+  work_until(workers, 6);
+  const uint64_t late = slow.client.counts().late;
+  server.kill();
+  server.start();
+  while (quick.step < 8) quick.work();  // sends again what was forgotten, and goes on alone
+  slow.work();
+  EXPECT_EQ(slow.client.counts().late, late + 3 * 2);  // two that were forgotten and a new one
+  EXPECT_GT(norm_of(slow.client.residual(0)), 0);
+  expect_ledger(*server.hub());
+  work_until(workers, slow.step + 3);
+  EXPECT_EQ(slow.weights, quick.weights);
+  expect_ledger(*server.hub());
+}
+
 }  // namespace
 }  // namespace gradwire::server
