@@ -127,7 +127,7 @@ def undisturbed(base):
 @pytest.mark.parametrize("way", [
     [],
     ["--send", "updates"],
-    ["--send", "updates", "--up", "qsgd:bits=3"],
+    ["--send", "updates", "--up", "qsgd:bits=3", "--down", "loggrid:k=6"],
     ["--send", "updates", "--feedback", "off"],
     ["--moments", "shared", "--share-every", 4],
 ], ids=["weights", "updates", "unbiased updates", "updates without feedback", "shared"])
@@ -147,6 +147,18 @@ def test_workers_end_with_the_weights_of_one_process(tmp_path, base, way):
     assert alone.end["epochs"][-1]["test_accuracy"] in accuracies
     assert [event["name"] for event in server.of("joined") if event["name"] == "first"] == ["first"]
     assert len(server.of("joined")) == len(server.of("left")) == 2 and all("time" in event for event in server.events)
+
+
+def test_an_unbiased_codec_of_updates_comes_down_rounded_to_nearest(base):
+    """Its own error is larger than a change, and the server has feedback: that would not train."""
+    arguments = [*base, "--epochs", 8, "--send", "updates", "--up", "qsgd:bits=2"]
+    alone = train(*arguments).end
+    with serve("--min-workers", 2) as server, work(server, *arguments) as one, work(server, *arguments) as two:
+        one.until_step(1)
+        assert "rounding=nearest" in status(server)["down"]
+        ends = [one.end(), two.end()]
+    assert ends[0]["weights"] == ends[1]["weights"]
+    assert ends[0]["epochs"][-1]["train_loss"] < 1.1 * alone["epochs"][-1]["train_loss"]
 
 
 @pytest.mark.parametrize("way", [
