@@ -122,8 +122,8 @@ void Client::encode_shard(SentUpdate& update, size_t p, std::span<const float* c
 }
 
 // What was refused is decoded into the residual again, from which it goes out with later updates. An update that a
-// restarted server has forgotten can be refused when newer ones have been encoded; what compression changed in it is not
-// known any more then.
+// restarted server has forgotten can be refused when newer ones have been encoded. Without error feedback, what
+// compression changed in it is not known any more then.
 void Client::refund(SentUpdate& update, size_t p) {
   ClientShard& shard = shards_[p];
   SentShard& sent = update.shards[p];

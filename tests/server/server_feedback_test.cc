@@ -139,8 +139,8 @@ TEST(ServerFeedback, LateUpdatesComeBackWholeWithoutIt) {
   expect_ledger(*server.hub());
 }
 
-// A server that was killed has forgotten two updates of a worker, and closes their steps without it: both come back, the
-// older one without what compression changed in it. The ledger knows.
+// A server that was killed has forgotten two updates of a worker, and closes their steps without it. Both come back,
+// the older one without what compression changed in it. The ledger knows.
 TEST(ServerFeedback, ForgottenUpdatesThatComeTooLateAreAccountedForWithoutIt) {
   const NoisyQuadratic problem(QuadraticProfile::sparse, 1);
   HubOptions options = quadratic_hub(1, kTwoShards);
