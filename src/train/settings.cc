@@ -9,6 +9,7 @@
 #include <numbers>
 #include <sstream>
 
+#include "collective/feedback_rule.h"
 #include "gradwire/error.h"
 
 namespace gradwire::train {
@@ -50,13 +51,12 @@ std::string Settings::extras() const {
 }
 
 ReduceOptions Settings::reduce_options() const {
-  using Feedback = ReduceOptions::Feedback;
   ReduceOptions options;
   options.method = collective == "gather" ? ReduceOptions::Method::gather : ReduceOptions::Method::scatter;
   options.up = up();
   options.down = down;
-  options.feedback = feedback == "codec" ? Feedback::codec : feedback == "on" ? Feedback::on : Feedback::off;
-  if (feedback == "off") options.owner_feedback = Feedback::off;
+  options.feedback = parse_feedback(feedback);
+  options.owner_feedback = owner_feedback_for(options.feedback);
   options.residual = parse_dtype(residual);
   options.seed = seed;
   return options;
