@@ -27,7 +27,7 @@ from rows import Rows  # noqa: E402
 
 COMMON = "--task text --optimizer adamw --workers 4 --rate 0.001 --clip 1 --collective scatter --epochs 1"
 SIZES = {
-    "small": "--model gpt:layers=4,width=128,heads=4 --length 64 --batch 8 --steps 500 --warmup 0.02",
+    "small": "--model gpt:layers=4,width=128,heads=4 --length 64 --batch 4 --steps 600 --warmup 0.02",
     "middle": "--model gpt:layers=6,width=384,heads=6 --length 256 --batch 32 --steps 600 --warmup 2 --epochs 100 "
     "--device cuda",
 }
