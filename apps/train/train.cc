@@ -48,17 +48,13 @@ void train_one(const TrainingOptions& options, Engine* engine) {
 void train_for_server(TrainingOptions& options) {
   const auto given = [&](const char* name) { return options.command->get_option(name)->count() > 0; };
   for (const char* name : {"--engine", "--checkpoint", "--resume", "--resume-previous", "--save-every", "--check",
-                           "--meter-every", "--collective", "--residual"})
+                           "--meter-every", "--collective", "--residual", "--exchange", "--first-steps"})
     if (given(name))
       throw Error(ErrorKind::usage,
                   fmt::format("{} is given; it is not allowed with --server, which decides it", name + 2), name + 2);
   if (!given("--optimizer")) options.settings.optimizer = "qadam";
-  if (options.settings.optimizer != "qadam" && options.settings.optimizer != "sgd")
-    throw Error(ErrorKind::usage,
-                fmt::format("optimizer is {}; allowed with --server are qadam, which every worker runs, and sgd, which "
-                            "the server runs",
-                            options.settings.optimizer),
-                "optimizer");
+  const std::string& optimizer = options.settings.optimizer;
+  if (optimizer == "adam" || optimizer == "adamw") options.settings.exchange = "momenta";
   // The server has the momentum and the weights in full precision; their codec is the user's choice.
   if (options.settings.optimizer == "sgd" && !given("--down")) options.settings.down = "fp32";
   fill_in(options);

@@ -75,6 +75,9 @@ class MomentumOptimizer {
   void to_momenta();  // of the values, which are mean updates
   void step(std::span<const float* const> gradients, double factor, double rate, double clip);
 
+  // This worker's own moments, without a step. step() and exact_step() do it by themselves.
+  void follow(std::span<const float* const> gradients, double factor);
+
   bool pools() const { return options_.adaptive && counts.taken == counts.next; }
   // A coordinate that was never used has a second moment of zero, and would take a huge step when it wakes up. So no
   // second moment of a parameter is less than a ten-thousandth of their mean. `host` has the values that were pooled,
@@ -88,8 +91,6 @@ class MomentumOptimizer {
   enum class Use { proposal, momenta, step, follow };
   std::vector<OptimizerSpan> spans(Use use, std::span<const size_t> some,
                                    std::span<const float* const> gradients) const;
-  void follow(std::span<const float* const> gradients, double factor);
-
   std::vector<Arrays> parameters_;
   std::vector<size_t> all_;
   MomentumOptions options_;

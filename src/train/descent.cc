@@ -119,10 +119,15 @@ Device DescentParts::compute_device() const {
 std::unique_ptr<Descent> make_descent(const DescentParts& parts) {
   if (parts.server) {
 #ifdef GRADWIRE_HAS_GRPC
-    auto updates = std::make_unique<ServerUpdates>(parts.settings, parts.steps, *parts.server,
-                                                   variables_of(parts.parameters), variables_of(parts.buffers));
-    return parts.settings.optimizer == "sgd" ? make_sgd_descent(parts, std::move(updates))
-                                             : make_qadam_descent(parts, std::move(updates));
+    DescentParts own = parts;
+    std::vector<NamedParameter> moments;
+    if (parts.settings.exchanges_momenta()) moments = moment_buffers(parts.parameters);
+    own.buffers.insert(own.buffers.end(), moments.begin(), moments.end());
+    auto updates = std::make_unique<ServerUpdates>(own.settings, own.steps, *own.server, variables_of(own.parameters),
+                                                   variables_of(own.buffers));
+    if (own.settings.exchanges_momenta()) return make_momentum_update_descent(own, std::move(updates), moments);
+    return own.settings.optimizer == "sgd" ? make_sgd_descent(own, std::move(updates))
+                                           : make_qadam_descent(own, std::move(updates));
 #else
     throw Error(ErrorKind::unsupported,
                 "--server needs gRPC, which this build did not find: install libgrpc++-dev and build again", "server");

@@ -19,12 +19,14 @@ server::Signature signature_of(const Settings& settings, uint64_t steps, std::ve
   signature.parameters = std::move(parameters);
   signature.buffers = std::move(buffers);
   signature.up = settings.up();
-  signature.down = settings.down.empty() ? Rules::parse(settings.up()).nearest().str() : settings.down;
+  const bool momenta = settings.exchanges_momenta();
+  const std::string down = momenta ? settings.reduce_options().down : settings.down;
+  signature.down = down.empty() ? Rules::parse(settings.up()).nearest().str() : down;
   signature.feedback = parse_feedback(settings.feedback);
   if (settings.optimizer == "sgd")
     signature.sgd = {.momentum = settings.momentum, .weight_decay = settings.weight_decay};
-  signature.sends_updates = settings.send == "updates";
-  signature.pools = settings.moments == "shared";
+  signature.sends_updates = momenta || settings.send == "updates";
+  signature.pools = momenta || settings.moments == "shared";
   signature.seed = settings.seed;
   signature.steps = std::min(steps, server::kMostSteps);
   signature.model = settings.task + " " + settings.model;

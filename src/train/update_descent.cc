@@ -68,18 +68,19 @@ bool UpdateDescent::compute() {
 
 StepResult UpdateDescent::finish(const std::function<Report()>& report, const Measure&) {
   torch::NoGradGuard no_grad;
-  const bool finite = compute();
+  const bool finite = compute(), sends = finite && ready();
   const Report reported = report();
   for (size_t i = 0; i < own_.size(); ++i)
     if (own_[i].is_cuda()) host_[i].copy_(own_[i]);
   StepResult result;
   timed([&] {
-    result = updates_->exchange(info_.step, finite ? constant(host_) : std::vector<const float*>{}, pointers(weights_),
+    result = updates_->exchange(info_.step, sends ? constant(host_) : std::vector<const float*>{}, pointers(weights_),
                                 reported);
   });
   take_weights();
   // A step may be skipped by all workers, or by this worker alone while the others took it.
   result.applied = result.applied && finite;
+  if (sends) exchanged(result);
   if (updates_->membership().leads && led_++ % kBufferSteps == 0) send_buffers();
   return result;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Descent by updates (updates.h): every worker computes an update from its own gradient, updates are exchanged, and
-// weights come back. What an update is follows from the optimizer: a step of Adam (qadam_descent.cc), or the gradient
-// itself, of which a server makes a step (sgd_descent.cc). Gradients stay where the worker computes; updates and
+// weights come back. What an update is follows from the optimizer: a step of Adam (qadam_descent.cc), a momentum
+// (momentum_update_descent.cc), or the gradient itself, of which a server makes a step (sgd_descent.cc). Gradients stay where the worker computes; updates and
 // weights pass through the host.
 #pragma once
 
@@ -32,6 +32,8 @@ class UpdateDescent : public Descent {
   // This worker's update, from gradients that are finite and have the right scale. Without gradients, which means that
   // they are not finite, there is none.
   virtual void compute_update(const std::vector<torch::Tensor>* gradients) = 0;
+  virtual bool ready() const { return true; }            // false: there is no update in this step
+  virtual void exchanged(const StepResult& /*step*/) {}  // the parameters are those of the next step
 
   const StepInfo& info() const { return info_; }
   Updates& updates() { return *updates_; }
@@ -58,6 +60,10 @@ class UpdateDescent : public Descent {
 };
 
 std::unique_ptr<Descent> make_qadam_descent(const DescentParts& parts, std::unique_ptr<Updates> updates);
+// `moments` are also among the buffers of `parts`.
+std::unique_ptr<Descent> make_momentum_update_descent(const DescentParts& parts, std::unique_ptr<Updates> updates,
+                                                      const std::vector<NamedParameter>& moments);
+std::vector<NamedParameter> moment_buffers(const std::vector<NamedParameter>& parameters);
 std::unique_ptr<Descent> make_sgd_descent(const DescentParts& parts, std::unique_ptr<Updates> updates);
 
 }  // namespace gradwire::train

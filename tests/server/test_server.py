@@ -186,6 +186,56 @@ def test_what_is_learned_and_the_momentum_survive_the_server(tmp_path, base, way
         assert end["weights"] == alone.weights and end["server"]["confirmed"]
 
 
+MOMENTA = ["--optimizer", "adamw", "--up", "topk:ratio=0.05"]
+
+
+@pytest.fixture(scope="session")
+def of_adam(base):
+    """Arguments of workers that send momenta, and the last loss of AdamW without compression, in one process."""
+    plain = [word for word in base if word not in ("--optimizer", "qadam")] + ["--epochs", 40]  # 640 steps
+    exact = train(*plain, "--optimizer", "adamw", "--codec", "fp32")
+    return [*plain, *MOMENTA], exact.end["epochs"][-1]["train_loss"]
+
+
+def test_momenta_train_over_a_server_that_is_killed_as_adam_does(tmp_path, of_adam):
+    arguments, exact = of_adam
+    weights = []
+    for killed in False, True:
+        checkpoint = tmp_path / f"{killed}.gwc"
+        kind = ["--min-workers", 2, "--checkpoint", checkpoint, "--save-every", 40]
+        with serve(*kind) as server, work(server, *arguments) as one, work(server, *arguments) as two:
+            if killed:
+                two.until_step(150)
+                server.signal(signal.SIGKILL)
+                server.end(-signal.SIGKILL)
+                with serve(*kind, listen=server.address) as again:
+                    ends = [one.end(), two.end()]
+                    kept(again)
+            else:
+                ends = [one.end(), two.end()]
+                kept(server)
+        assert ends[0]["weights"] == ends[1]["weights"] and ends[0]["server"]["confirmed"]
+        assert ends[0]["epochs"][-1]["train_loss"] < 1.15 * exact + 0.01
+        weights.append(ends[0]["weights"])
+    assert weights[0] == weights[1]
+
+
+def test_a_worker_that_joins_has_the_second_moments_at_once(of_adam):
+    arguments, exact = of_adam
+    with serve("--min-workers", 2) as server, work(server, *arguments) as one, work(server, *arguments) as two:
+        one.until_step(60)
+        with work(server, *arguments) as late:
+            ends = [one.end(), two.end(), late.end()]
+        assert late.of("step")[0]["step"] > 60
+        assert ends[2]["server"]["applied"] == len(late.of("step")), "it sends in its first step"
+        assert ends[0]["weights"] == ends[1]["weights"] == ends[2]["weights"]
+        assert ends[0]["epochs"][-1]["train_loss"] < 1.2 * exact + 0.01
+        kept(server)
+        # A worker that runs another optimizer is not let in.
+        other = ["--optimizer", "qadam", "--send", "updates", "--moments", "shared", "--up", "topk:ratio=0.05"]
+        refuse(PEER, ["trains something else", "buffer"], *arguments[:-len(MOMENTA)], *other, "--server", server.address)
+
+
 def read_safetensors(path):
     content = path.read_bytes()
     size, = struct.unpack("<Q", content[:8])
