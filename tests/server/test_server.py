@@ -232,8 +232,8 @@ def test_a_worker_that_joins_has_the_second_moments_at_once(of_adam):
         assert ends[0]["epochs"][-1]["train_loss"] < 1.2 * exact + 0.01
         kept(server)
         # A worker that runs another optimizer is not let in.
-        other = ["--optimizer", "qadam", "--send", "updates", "--moments", "shared", "--up", "topk:ratio=0.05"]
-        refuse(PEER, ["trains something else", "buffer"], *arguments[:-len(MOMENTA)], *other, "--server", server.address)
+        other = [*arguments[:-len(MOMENTA)], "--optimizer", "qadam", "--send", "updates", "--moments", "shared"]
+        refuse(PEER, ["trains something else", "buffer"], *other, "--up", "topk:ratio=0.05", "--server", server.address)
 
 
 def read_safetensors(path):
