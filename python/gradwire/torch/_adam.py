@@ -132,6 +132,11 @@ class Momentum:
     def _moments(self, which: Sequence[int], name: str) -> list[torch.Tensor]:
         return [self.optimizer.state[self.parameters[i]][name] for i in which]
 
+    def _moment(self, i: int) -> torch.Tensor:
+        """The momentum, which a parameter that was never used does not have yet."""
+        state = self._state(i)
+        return state["exp_avg"] if "exp_avg" in state else torch.zeros_like(self._own[i])
+
     def _ids(self) -> list[list[int]]:
         return [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
 
@@ -174,7 +179,7 @@ class Momentum:
             if self.is_exact:
                 continue
             u = torch._foreach_mul(own, 1 - beta1)
-            torch._foreach_add_(u, self._moments(some, "exp_avg"), alpha=beta1)
+            torch._foreach_add_(u, [self._moment(i) for i in some], alpha=beta1)
             torch._foreach_div_(u, [self._den[i] for i in some])
             torch._foreach_clamp_min_(u, -_LARGEST)
             torch._foreach_clamp_max_(u, _LARGEST)
