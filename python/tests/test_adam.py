@@ -175,10 +175,10 @@ def twin(rank: Rank, kind: str, clip: float, steps: int) -> Any:
     return max(errors), moved, hook._momentum.pools, reference.k, int(state["step"])
 
 
-@pytest.mark.parametrize("world, kind, clip", [(1, "AdamW", 1e9), (2, "AdamW", 1e9), (3, "Adam", 1e9), (2, "AdamW", 0.3)])
-def test_the_rule_is_that_of_a_reference_in_double_precision(
-    ranks: Ranks, world: int, kind: str, clip: float
-) -> None:
+@pytest.mark.parametrize(
+    "world, kind, clip", [(1, "AdamW", 1e9), (2, "AdamW", 1e9), (3, "Adam", 1e9), (2, "AdamW", 0.3)]
+)
+def test_the_rule_is_that_of_a_reference_in_double_precision(ranks: Ranks, world: int, kind: str, clip: float) -> None:
     for error, moved, pools, steps, counted in ranks.run(world, twin, kind, clip, 60):
         assert error < 1e-5 and moved > 0.01, (error, moved)
         assert pools == 8 and steps == counted == 60  # after the steps 0, 1, 3, 6, 10, 16, 25 and 39
@@ -488,7 +488,9 @@ def run_all(rank: Rank, codec: str, steps: int) -> Any:
 def save_half(rank: Rank, codec: str, steps: int, folder: str, gather: str | None) -> None:
     ddp, optimizer, hook = adam(rank, codec)
     train(rank, ddp, optimizer, range(steps), 1.0)
-    state = dict(model=ddp.module.state_dict(), optimizer=optimizer.state_dict(), gradwire=hook.state_dict(gather=gather))
+    state = dict(
+        model=ddp.module.state_dict(), optimizer=optimizer.state_dict(), gradwire=hook.state_dict(gather=gather)
+    )
     if gather is None or rank.rank == 0:
         torch.save(state, Path(folder) / f"rank{rank.rank}.pt")
 

@@ -279,7 +279,8 @@ class Momentum:
     def _update(self, number: int, some: Sequence[int]) -> None:
         group, (beta1, _, _) = self.optimizer.param_groups[number], self._settings[number]
         rate, decay = float(group["lr"]), float(group["weight_decay"])
-        parameters, moments = [self.parameters[i] for i in some], self._moments(some, "exp_avg")
+        parameters: list[torch.Tensor] = [self.parameters[i] for i in some]
+        moments = self._moments(some, "exp_avg")
         for i, parameter, moment in zip(some, parameters, moments):
             assert parameter.grad is not None
             if i in self.idle:  # DDP has left its gradient as it was: it is zero on all ranks

@@ -246,9 +246,12 @@ class DdpHook(Hook):
         return not codec.lossless and (codec.feedback if self._feedback is None else self._feedback)
 
     def _uses_feedback(self, up: str) -> bool:
-        rules = _core.Rules(up)
-        codecs = (rules.codec_for(name, p.dim(), p.numel()) for name, p in zip(self._names, self._parameters))
-        return any(self._keeps_residual(codec) for codec in codecs)
+        return any(self._keeps_residual(codec) for codec in self._codecs(up))
+
+    def _codecs(self, rules: str) -> "list[_core.Codec]":
+        """The codec of each parameter."""
+        chosen = _core.Rules(rules)
+        return [chosen.codec_for(name, p.dim(), p.numel()) for name, p in zip(self._names, self._parameters)]
 
     def _watch_optimizers(self) -> None:
         if self._optimizer_kind == "none" and self._watch is None and self._uses_feedback(self.codec):
@@ -256,11 +259,9 @@ class DdpHook(Hook):
 
     def _use(self, codec: str, down: Any, model: "_core.ModelCoder") -> None:
         self.codec, self._down, self._model = codec, down, model
-        rules = _core.Rules(codec)
+        exact = all(str(one) == "fp32" for one in self._codecs(codec))
         # Every codec is fp32: the process group's own all-reduce gives the bits of plain DDP.
-        self._plain = self._momentum is None and down is None and all(
-            str(rules.codec_for(name, p.dim(), p.numel())) == "fp32" for name, p in zip(self._names, self._parameters)
-        )
+        self._plain = exact and down is None and self._momentum is None
 
     def __repr__(self) -> str:
         elements = sum(self._meters.elements)

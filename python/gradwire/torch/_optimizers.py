@@ -168,7 +168,7 @@ class Watch:
         self._hook = weakref.ref(hook)
         self._seen = False
         self._handle = register_optimizer_step_post_hook(self._after_step)
-        weakref.finalize(hook, self._handle.remove).atexit = False  # type: ignore[misc]
+        weakref.finalize(hook, self._handle.remove)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         hook = self._hook()
