@@ -93,6 +93,9 @@ class Momentum:
         """Takes the optimizer's step, and memory."""
         self.q, self.s = self._zeros(), self._zeros()
         self._own, self._den = self._zeros(), self._zeros()
+        # torch's square root, of several threads at its first call, may be inexact on one rank (see "The optimizers are
+        # gradwire's own" in docs/decisions.md). One thread makes that call here.
+        torch.ones(64).sqrt_()
         self._torch_step = _optimizers.own_step(self.optimizer)
         self._undo.append(_optimizers.replace_step(self.optimizer, self))
         me = weakref.ref(self)
@@ -178,13 +181,18 @@ class Momentum:
                 torch._foreach_add_(own, [self.parameters[i] for i in some], alpha=float(group["weight_decay"]))
             if self.is_exact:
                 continue
-            u = torch._foreach_mul(own, 1 - beta1)
-            torch._foreach_add_(u, [self._moment(i) for i in some], alpha=beta1)
+            changed = self._scale != 1 or group["weight_decay"]
+            in_place = all(one.dtype == torch.float32 for one in bucket)
+            u = bucket if in_place else torch._foreach_mul(own, 1.0)
+            if in_place and changed:
+                torch._foreach_copy_(u, own)
+            torch._foreach_lerp_(u, [self._moment(i).float() for i in some], beta1)
             torch._foreach_div_(u, [self._den[i] for i in some])
             torch._foreach_clamp_min_(u, -_LARGEST)
             torch._foreach_clamp_max_(u, _LARGEST)
-            torch._foreach_add_(u, torch._foreach_mul(own, 0.0))  # an Inf must not be clamped: it becomes a NaN
-            torch._foreach_copy_(bucket, u)
+            torch._foreach_add_(u, own, alpha=0.0)  # an Inf must not be clamped: it becomes a NaN
+            if not in_place:
+                torch._foreach_copy_(bucket, u)
 
     def settle(self, which: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """After the last chunk of a bucket: what was exchanged becomes the momentum, in units of the gradient and with
