@@ -6,15 +6,17 @@ everything that a training script does with its optimizer. Whether it trains is 
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ranks import Rank, RankError, Ranks
+from ranks import Rank, Ranks, eventually
 from test_ddp import Branches, batch, equal, network
 from test_ddp_faults import said
 from test_hooks import needs_fsdp, shard
@@ -670,8 +672,6 @@ def phases(rank: Rank, options: dict[str, Any]) -> Any:
         up = [one[name]["codec"].partition(",")[0] for name in ("0.weight", "2.weight", "4.weight", "2.bias")]
         down = [codec.partition(",")[0] for codec, _ in hook._model.codecs("down")]
         seen.append((before, up, [down[0], down[2], down[4], down[3]]))
-        if step == 1 and "change" in str(options.get("seed")):
-            hook.set_codec("onebit")
     return seen
 
 
@@ -738,6 +738,46 @@ def replaced(rank: Rank) -> Any:
 
 def test_an_optimizer_is_given_back(ranks: Ranks) -> None:
     assert ranks.run(2, replaced) == [(True, 2, 4, 2, 2)] * 2
+
+
+def shared(rank: Rank) -> Any:
+    """An optimizer belongs to one hook, as long as that exists."""
+    ddp, optimizer, hook = adam(rank)
+    other = DDP(ddp.module, process_group=rank.group)
+    words = said(lambda: gw.compress(other, "onebit", optimizer=optimizer))
+    train(rank, ddp, optimizer, range(2))
+    kept = weakref.ref(hook._momentum)
+    del ddp, hook
+    gone = eventually(lambda: gc.collect() >= 0 and kept() is None)
+    train(rank, other, optimizer, range(2, 4))  # uncompressed, with the optimizer's own step
+    last = gw.compress(other, "onebit", optimizer=optimizer)
+    train(rank, other, optimizer, range(4, 6))
+    return words, gone, last.stats()["optimizer"]["steps"], everything(other, optimizer)
+
+
+def test_an_optimizer_belongs_to_one_hook(ranks: Ranks) -> None:
+    results = ranks.run(2, shared)
+    for words, gone, steps, values in results:
+        assert "UsageError: the optimizer is in use by the hook of another model" in words
+        assert gone and steps == 6 and equal(values, results[0][3])
+
+
+def prepared_by_tools(rank: Rank) -> Any:
+    """torch's checkpoint tools take a step with gradients of zero, so that the optimizer has a state."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    ddp, optimizer, hook = adam(rank)
+    get_optimizer_state_dict(ddp.module, optimizer)
+    phase = hook.stats()["optimizer"]["phase"]
+    train(rank, ddp, optimizer, range(6))
+    report = hook.stats()["optimizer"]
+    return phase, report["phase"], report["steps"], everything(ddp, optimizer)
+
+
+def test_tools_that_make_the_state_of_an_optimizer(ranks: Ranks) -> None:
+    results = ranks.run(2, prepared_by_tools)
+    for before, after, steps, values in results:
+        assert (before, after, steps) == ("exact", "compressed", 6) and equal(values, results[0][3])
 
 
 class Other(torch.optim.AdamW):

@@ -522,8 +522,8 @@ class DdpHook(Hook):
         return report
 
     def state_dict(self, *, gather: str | None = None) -> dict[str, Any]:
-        """What a checkpoint must contain: residuals by parameter name, what codecs have learned, the step. Where momentum
-        is exchanged, also this rank's second moments; those that ranks share are in optimizer.state_dict().
+        """What a checkpoint must contain: residuals by parameter name, what codecs have learned, the step. Where
+        momentum is exchanged, also this rank's second moments; those that ranks share are in optimizer.state_dict().
 
         gather=None: the state of this rank; save it on every rank.
         gather="all": the states of all ranks, on rank 0; the other ranks get {}. Collective.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package does with an optimizer that is not its own: it checks whether the rule of _adam.py holds for it, puts
-another step in the place of its step, and warns about an Adam that nobody has named.
+"""What the package does with an optimizer that is not its own: it checks whether the rule of _adam.py holds for it,
+puts another step in the place of its step, and warns about an Adam that nobody has named.
 """
 
 import functools
