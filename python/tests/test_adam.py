@@ -343,6 +343,30 @@ def test_a_step_that_the_scaler_skips_changes_nothing(ranks: Ranks, codec: str, 
         assert equal(values, results[0][2])
 
 
+def unknown_scaler(rank: Rank, told: bool) -> Any:
+    ddp = DDP(network(), process_group=rank.group)
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    gw.compress(ddp, "onebit", optimizer=optimizer, scaler=scaler if told else None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5):
+            x, y = batch(rank, step)
+            optimizer.zero_grad()
+            scaler.scale(nn.functional.cross_entropy(ddp(x), y)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+    return ["scaler=scaler" in str(one.message) for one in caught]
+
+
+def test_a_scaler_that_compress_was_not_told_of(ranks: Ranks) -> None:
+    assert ranks.run(2, unknown_scaler, True) == [[]] * 2
+    for caught in ranks.run(2, unknown_scaler, False):
+        assert caught and all(caught)
+
+
 def an_inf_of_one_element(rank: Rank) -> Any:
     """The limit of an update must not hide an Inf."""
     ddp = DDP(nn.Linear(64, 64, bias=False), process_group=rank.group)

@@ -22,6 +22,7 @@ A step that is skipped is one in which the optimizer's step is not called: it ch
 is not that of AdamW) is added to g.
 """
 
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 
@@ -38,6 +39,7 @@ WARMUP_CODEC, DOWN_CODEC = "qsgd:bits=4", "optquant:bits=4"
 _LARGEST = 10.0  # of an update, in units of the learning rate
 _FLOOR = 0.01**2  # of a second moment: a coordinate that was never used must not have a den of eps when it wakes up
 _LONGEST = 128  # steps between two poolings
+_LOOK_FOR_SCALER = 3  # first steps
 
 
 def default_warmup(steps: int) -> int:
@@ -85,6 +87,8 @@ class Momentum:
         self._pending = False  # there is a result that no step has used
         self._scale = 1.0
         self.idle: set[int] = set()  # parameters that no rank has used in this backward pass
+        self._smallest = min(range(len(self.parameters)), key=lambda i: self.parameters[i].numel())
+        self._norms: dict[int, torch.Tensor] = {}  # of its momentum, in the first steps
         self._undo: list[Callable[[], None]] = []
 
     # The life of an exchange.
@@ -111,8 +115,7 @@ class Momentum:
                 momentum._refuse_second_pass()
 
         self._undo.append(self.optimizer.register_load_state_dict_post_hook(loaded).remove)
-        self._smallest = min(self.parameters, key=lambda parameter: parameter.numel())
-        self._undo.append(self._smallest.register_hook(before_accumulation).remove)
+        self._undo.append(self.parameters[self._smallest].register_hook(before_accumulation).remove)
 
     def detach(self) -> None:
         """Gives the optimizer back. Its second moments are those of the last pooling; they are corrected for the steps
@@ -177,14 +180,14 @@ class Momentum:
             torch._foreach_copy_(own, bucket)
             if self._scale != 1:
                 torch._foreach_mul_(own, 1 / self._scale)
-            if group["weight_decay"] and not _is_decoupled(self.optimizer, group):
-                torch._foreach_add_(own, [self.parameters[i] for i in some], alpha=float(group["weight_decay"]))
+            decay = 0.0 if _is_decoupled(self.optimizer, group) else float(group["weight_decay"])
+            if decay:
+                torch._foreach_add_(own, [self.parameters[i] for i in some], alpha=decay)
             if self.is_exact:
                 continue
-            changed = self._scale != 1 or group["weight_decay"]
             in_place = all(one.dtype == torch.float32 for one in bucket)
             u = bucket if in_place else torch._foreach_mul(own, 1.0)
-            if in_place and changed:
+            if in_place and (decay or self._scale != 1):
                 torch._foreach_copy_(u, own)
             torch._foreach_lerp_(u, [self._moment(i).float() for i in some], beta1)
             torch._foreach_div_(u, [self._den[i] for i in some])
@@ -205,13 +208,15 @@ class Momentum:
             torch._foreach_mul_(values, self._scale)
         if any(value is not gradient for value, gradient in zip(values, gradients)):
             torch._foreach_copy_(list(gradients), values)
+        if self.taken < _LOOK_FOR_SCALER and self._scale == 1:
+            self._norms.update((i, value.norm()) for i, value in zip(which, values) if i == self._smallest)
 
     def end(self) -> None:
         """After the last bucket was handed over."""
         self._pending = True
 
     def _refuse_second_pass(self) -> None:
-        gradient = self._smallest.grad
+        gradient = self.parameters[self._smallest].grad
         if self._pending and gradient is not None and bool(gradient.any()):
             raise UsageError(
                 "a backward pass begins while p.grad holds the averaged momentum of the one before, and a gradient "
@@ -272,6 +277,7 @@ class Momentum:
                 self.counts[i][0] = int(self._state(i)["step"])
         else:
             self._refuse_late(applied)
+            self._look_for_scaler()
             for number, some in self._by_group(applied):
                 self._update(number, some)
         for number, some in self._by_group(applied):
@@ -399,6 +405,17 @@ class Momentum:
                     "it; with optimizer= all parameters must be used in the first step",
                     field="gradient",
                 )
+
+    def _look_for_scaler(self) -> None:
+        """A GradScaler that compress does not know divides the momentum by a scale that it was never multiplied by."""
+        expected, gradient = self._norms.pop(self._smallest, None), self.parameters[self._smallest].grad
+        if expected is not None and gradient is not None and float(gradient.norm()) < float(expected) / 1024:
+            warnings.warn(
+                f"gradwire: p.grad of '{self.names[self._smallest]}' became more than 1024 times as small between "
+                "backward() and optimizer.step(). If a GradScaler did that, compress must be told: "
+                "compress(model, codec, optimizer=optimizer, scaler=scaler)",
+                stacklevel=5,
+            )
 
     # For people.
 
