@@ -112,9 +112,7 @@ def _own_moments(momentum: "Momentum") -> State:
 def _mean_of_ranks(ranks: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The mean of all ranks' s, added in the order of the ranks, so that all find the same bits."""
     parts = [ranks[str(rank)]["s"] for rank in range(len(ranks))]
-    return {
-        name: torch.stack([part[name].double() for part in parts]).mean(0).float() for name in parts[0]
-    }  # fmt: skip
+    return {name: torch.stack([part[name].double() for part in parts]).mean(0).float() for name in parts[0]}
 
 
 def byte_tensors(extra: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
