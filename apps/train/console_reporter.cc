@@ -71,9 +71,11 @@ void ConsoleReporter::listen(const nlohmann::json& event) {
 void ConsoleReporter::start(const nlohmann::json& event) {
   epochs_ = event["epochs"];
   const std::string codec = event["codec"], down = event["down"], collective = event["collective"];
-  const std::string way = event["optimizer"] != "qadam" ? fmt::format("{} by {}", codec, collective)
-                          : event["send"] == "weights"  ? fmt::format("qadam with {} up, {} down", codec, down)
-                                                        : fmt::format("qadam with {} by {}", codec, collective);
+  const bool momenta = event["exchange"] == "momenta";
+  const std::string way = event["optimizer"] != "qadam"
+                              ? fmt::format("{}{} by {}", momenta ? "momenta in " : "", codec, collective)
+                          : event["send"] == "weights" ? fmt::format("qadam with {} up, {} down", codec, down)
+                                                       : fmt::format("qadam with {} by {}", codec, collective);
   print(fmt::format("{}, {} with {} parameters, {} worker{} x {} samples, {}, {}\n", event["task"].get<std::string>(),
                     event["model"].get<std::string>(), human_count(event["parameters"]), event["workers"].get<int>(),
                     event["workers"] == 1 ? "" : "s", event["batch"].get<int>(), event["device"].get<std::string>(),

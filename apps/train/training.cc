@@ -77,6 +77,14 @@ void add_training(CLI::App& command, TrainingOptions& options) {
              "Error feedback; codec: on for the codecs that need it");
   add_choice(command, "--residual", s.residual, {"f32", "bf16"},
              "Data type of the residuals; bf16 takes half the memory");
+  add_choice(command, "--exchange", s.exchange, {"auto", "gradients", "momenta"},
+             "What workers send each other; auto: momenta where adam or adamw meets a codec with error feedback");
+  command
+      .add_option(
+          "--first-steps", s.first_steps,
+          "Where momenta are exchanged: steps at the beginning that use qsgd:bits=4. Default: a tenth of the run")
+      ->type_name("N")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 40));
   number("--bucket-mb", s.bucket_mb, "Size of a bucket, the gradients that are sent together, in megabytes");
 
   command.option_defaults()->group("Optimisation");

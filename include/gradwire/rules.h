@@ -25,6 +25,7 @@ class Rules {
  public:
   static Rules parse(std::string_view text);  // throws Error{usage} naming what is wrong
   std::string str() const;                    // canonical: equal rules have equal texts
+  Rules nearest() const;                      // with codecs that round to nearest, where they can
   Codec codec_for(std::string_view name, int dimensions, uint64_t count) const;
 
  private:

@@ -5,34 +5,22 @@
 
 #include <set>
 
-#include "codec/define.h"
+#include "collective/feedback_rule.h"
 #include "gradwire/error.h"
 #include "gradwire/message.h"
 
 namespace gradwire {
 namespace {
 
-// A lossless codec leaves no residual: memory for one would hold zeros for ever.
-bool wants_residual(const Codec& codec, ReduceOptions::Feedback choice) {
-  const Traits traits = codec.traits();
-  if (traits.lossless || choice == ReduceOptions::Feedback::off) return false;
-  return choice == ReduceOptions::Feedback::on || traits.feedback;
-}
-
 std::vector<Codec> codecs_for(const ReduceOptions& options, Direction direction, std::span<const NamedTensor> tensors) {
-  const bool as_up = direction == Direction::down && options.down.empty();
-  const Rules rules = Rules::parse(direction == Direction::up || as_up ? options.up : options.down);
+  // Downwards there is one sender per element, so nothing averages its random errors out: round to nearest.
+  const Rules rules = direction == Direction::up ? Rules::parse(options.up)
+                      : options.down.empty()     ? Rules::parse(options.up).nearest()
+                                                 : Rules::parse(options.down);
   std::vector<Codec> codecs;
-  for (const NamedTensor& tensor : tensors) {
-    const Codec codec = rules.codec_for(tensor.name, tensor.dimensions, tensor.count);
-    // Downwards there is one sender per element, so nothing averages its random errors out: round to nearest.
-    codecs.push_back(as_up ? nearest_of(codec) : codec);
-  }
+  for (const NamedTensor& tensor : tensors)
+    codecs.push_back(rules.codec_for(tensor.name, tensor.dimensions, tensor.count));
   return codecs;
-}
-
-const char* name_of(ReduceOptions::Feedback choice) {
-  return choice == ReduceOptions::Feedback::codec ? "codec" : choice == ReduceOptions::Feedback::on ? "on" : "off";
 }
 
 std::string text_of(const Device& device) {

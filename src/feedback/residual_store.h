@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one owner of residuals: by (direction, tensor name, first element), in f32 or bf16, on a device. ErrorFeedback is
 // a store with a file format. The parameter server and its workers, whose residuals have other ways to disk, use a
-// store directly: server/client.h for the updates that go up, server/shard.h for the changes that go down.
+// store directly: server/worker_residuals.h for the updates that go up, server/shard.h for the changes that go down.
 //
 // Each residual has two buffers: the current one, which encode reads, and the next one, where encode writes what is
 // left if the step is taken. A step that began all of a residual is committed by swapping the two; if it began only

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <charconv>
 
+#include "codec/define.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -101,6 +102,12 @@ std::string Rules::str() const {
   for (const Rule& rule : rules_)
     text += fmt::format("{}{}={}", text.empty() ? "" : ";", rule.pattern, rule.codec.str());
   return text;
+}
+
+Rules Rules::nearest() const {
+  Rules rules = *this;
+  for (Rule& rule : rules.rules_) rule.codec = nearest_of(rule.codec);
+  return rules;
 }
 
 Codec Rules::codec_for(std::string_view name, int dimensions, uint64_t count) const {

@@ -2,6 +2,7 @@
 // The element rules on a GPU: one thread per element, one row of thread blocks per array.
 #include "device/cuda_packs.cuh"
 #include "optim/adam.h"
+#include "optim/momentum_rules.h"
 #include "optim/qadam.h"
 
 namespace gradwire {
@@ -27,6 +28,12 @@ void cuda_elementwise(int index, void* stream, std::span<const OptimizerSpan> sp
 template void cuda_elementwise(int, void*, std::span<const OptimizerSpan>, const SgdRule<true>&);
 template void cuda_elementwise(int, void*, std::span<const OptimizerSpan>, const SgdRule<false>&);
 template void cuda_elementwise(int, void*, std::span<const OptimizerSpan>, const AdamRule&);
+template void cuda_elementwise(int, void*, std::span<const OptimizerSpan>, const ProposalRule<true>&);
+template void cuda_elementwise(int, void*, std::span<const OptimizerSpan>, const ProposalRule<false>&);
+template void cuda_elementwise(int, void*, std::span<const OptimizerSpan>, const MeanMomentumRule&);
+template void cuda_elementwise(int, void*, std::span<const OptimizerSpan>, const MomentumStepRule<true>&);
+template void cuda_elementwise(int, void*, std::span<const OptimizerSpan>, const MomentumStepRule<false>&);
+template void cuda_elementwise(int, void*, std::span<const OptimizerSpan>, const OwnMomentsRule&);
 template void cuda_elementwise(int, void*, std::span<const OptimizerSpan>, const QAdamRule<true, true>&);
 template void cuda_elementwise(int, void*, std::span<const OptimizerSpan>, const QAdamRule<true, false>&);
 template void cuda_elementwise(int, void*, std::span<const OptimizerSpan>, const QAdamRule<false, true>&);

@@ -31,12 +31,10 @@ std::string random_id() {
 Client::Client(ClientOptions options)
     : options_(std::move(options)),
       id_(options_.id.empty() ? random_id() : options_.id),
+      residuals_(options_.signature),
       buffer_plan_(buffer_specs(options_.signature)),
       buffer_runner_(make_runner(buffer_plan_, {})) {
-  for (const Variable& one : options_.signature.parameters) {
-    residuals_.add({Direction::up, one.name, 0}, one.count());
-    name_hashes_.push_back(hash_name(one.name));
-  }
+  for (const Variable& one : options_.signature.parameters) name_hashes_.push_back(hash_name(one.name));
 }
 
 Client::~Client() = default;
@@ -61,31 +59,12 @@ void Client::make_shards() {
   }
 }
 
-std::span<const float> Client::residual(size_t parameter) const {
-  return residuals_.floats({Direction::up, options_.signature.parameters[parameter].name, 0});
-}
-
-std::vector<float*> Client::residual_pointers() {
-  std::vector<float*> list;
-  for (const Variable& one : options_.signature.parameters)
-    list.push_back(residuals_.floats({Direction::up, one.name, 0}).data());
-  return list;
-}
-
-double Client::residual_sum(size_t shard) const {
-  double sum = 0;
-  for (const ParameterRange& range : layouts_[shard].ranges)
-    sum += signed_sum(residual(range.parameter).subspan(range.first, range.count), name_hashes_[range.parameter],
-                      range.first);
-  return sum;
-}
-
 Tally Client::tally() const {
   Tally sum;
   for (size_t p = 0; p < weight_shards_; ++p) {
     sum.computed += shards_[p].tally.computed;
     sum.squares += shards_[p].tally.squares;
-    sum.residual += gone_ ? 0 : residual_sum(p);
+    sum.residual += gone_ ? 0 : residuals_.sum(layouts_[p]);
   }
   return sum;
 }
@@ -121,7 +100,7 @@ void Client::encode_shard(SentUpdate& update, size_t p, std::span<const float* c
   if (!std::isfinite(shard.tally.squares)) throw Error(ErrorKind::usage, "an update is not finite", "updates");
   Runner& runner = shard.up.runner(sent.step, rate_);
   std::vector<std::byte> message(shard.up.message_bytes());
-  const auto begun = residuals_.begin(Direction::up, sent.step, runner.plan().tensors(), 1.0f);
+  const auto begun = residuals_.begin(sent.step, runner.plan().tensors());
   runner.encode(in, {.seed = options_.signature.seed, .step = sent.step, .stage = 0, .rank = slot_, .world = slot_ + 1},
                 message, &begun->residuals);
   // Without steps a worker does not meet every version: it makes up for those that it has passed over.
@@ -129,25 +108,30 @@ void Client::encode_shard(SentUpdate& update, size_t p, std::span<const float* c
   const std::vector<std::byte> statistics =
       shard.up.learning().observe(runner, first, sent.step, in, &begun->residuals, message);
   shard.observed = sent.step + 1;
-  // The residual counts as spent from here on. Should the server refuse the update, refund() gives it back.
-  residuals_.commit(sent.step);
+  // The update counts as applied from here on. Should the server refuse it, refund() gives everything back.
+  const WorkerResiduals::Dropped dropped = residuals_.commit(sent.step, layouts_[p]);
+  shard.tally.computed -= dropped.sum;
+  shard.tally.squares += dropped.squares;
   message.insert(message.end(), statistics.begin(), statistics.end());
   sent.tail = statistics.size();
   sent.rate = options_.signature.sgd ? static_cast<float>(std::max(rate_, 0.0)) : 0.0f;
-  shard.tally.residual = residual_sum(p);
+  shard.tally.residual = residuals_.sum(layouts_[p]);
   sent.message = make_blob(std::move(message));
   sent.tally = shard.tally;
   times_.encode += seconds_since(begin);
 }
 
-// What was refused is decoded into the residual again, from which it goes out with later updates.
+// What was refused is decoded into the residual again, from which it goes out with later updates. An update that a
+// restarted server has forgotten can be refused when newer ones have been encoded. Without error feedback, what
+// compression changed in it is not known any more then.
 void Client::refund(SentUpdate& update, size_t p) {
   ClientShard& shard = shards_[p];
   SentShard& sent = update.shards[p];
-  const double before = residual_sum(p);
+  const double before = residuals_.sum(layouts_[p]);
   const auto message = std::span(*sent.message).first(sent.message->size() - sent.tail);
-  shard.refunds.runner(message).decode(message, ranges_of<void*>(p, residual_pointers()), Write::add);
-  shard.tally.residual = residual_sum(p);
+  shard.refunds.runner(message).decode(message, ranges_of<void*>(p, residuals_.pointers()), Write::add);
+  if (log_.is_newest(update)) shard.tally.computed += residuals_.take_back(layouts_[p]);
+  shard.tally.residual = residuals_.sum(layouts_[p]);
   log_.add_to_later_tallies(update, p, shard.tally.residual - before);
   sent.state = SentShard::State::refunded;
   sent.message = nullptr;
@@ -351,7 +335,7 @@ bool Client::take_buffers(std::span<float* const> buffers) const {
 }
 
 void Client::send_residual(uint64_t sequence) {
-  const std::vector<float*> residuals = residual_pointers();
+  const std::vector<float*> residuals = residuals_.pointers();
   for (size_t p = 0; p < weight_shards_; ++p) {
     ClientShard& shard = shards_[p];
     std::vector<std::byte> message(shard.whole_plan->message_bytes());

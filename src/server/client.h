@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A worker of a parameter server. It holds the residuals of error feedback, encodes updates, keeps what it sent until
-// that is on the server's disk (replay_log.h), and sees to it that every update counts exactly once:
+// A worker of a parameter server. It encodes updates with the residuals of error feedback (worker_residuals.h), keeps
+// what it sent until that is on the server's disk (replay_log.h), and sees to it that every update counts exactly once:
 //
 //   applied      it counts; it is kept until it is durable, and sent again if the server has forgotten it
-//   late         its step was closed without it: it goes back into the residual, and out again with later updates
+//   late         its step was closed without it: it is held back, and goes out again with later updates
 //
 // A connection that breaks is made anew; exchange() returns when the next weights are here, however long that takes
 // within `patience_s`. Codecs that learn use what the server has made of the statistics of all workers
@@ -20,13 +20,13 @@
 #include <vector>
 
 #include "core/clock.h"
-#include "feedback/residual_store.h"
 #include "gradwire/collective.h"
 #include "gradwire/runner.h"
 #include "server/link.h"
 #include "server/replay_log.h"
 #include "server/shard_coders.h"
 #include "server/signature.h"
+#include "server/worker_residuals.h"
 
 namespace gradwire::server {
 
@@ -79,7 +79,7 @@ class Client {
   const ClientCounts& counts() const { return counts_; }
   ReduceTimes times() const { return times_; }
   ReduceMemory memory() const;
-  std::span<const float> residual(size_t parameter) const;
+  std::span<const float> residual(size_t parameter) const { return residuals_.of(parameter); }
   Tally tally() const;  // of all shards
 
  private:
@@ -133,8 +133,6 @@ class Client {
     for (const ParameterRange& range : layouts_[shard].ranges) list.push_back(tensors[range.parameter] + range.first);
     return list;
   }
-  std::vector<float*> residual_pointers();
-  double residual_sum(size_t shard) const;
 
   ClientOptions options_;
   std::string id_;
@@ -143,7 +141,7 @@ class Client {
   std::vector<ShardLayout> layouts_;
   std::vector<ClientShard> shards_;
   size_t weight_shards_ = 0;
-  ResidualStore residuals_{DType::f32, Device{}};  // by the names of parameters
+  WorkerResiduals residuals_;
   std::vector<uint64_t> name_hashes_;
   ReplayLog log_;
   uint64_t sequence_ = 0, run_ = 0, shard_elements_ = 0;

@@ -19,7 +19,7 @@ struct SentShard {
   enum class State : uint8_t {
     open,      // the server has not said what became of it, or has forgotten it
     applied,   // it counts
-    refunded,  // it was refused, and is back in the residual
+    refunded,  // it was refused, and is held back for later updates
   };
   State state = State::open;
   uint64_t step = 0;        // of the weights that it was computed at

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "collective/feedback_rule.h"
 #include "core/bits.h"
 #include "core/check.h"
 #include "gradwire/error.h"
@@ -21,6 +22,7 @@ const ResidualKey kResidual{Direction::down, "", 0};
 ServerShard::ServerShard(const Signature& signature, const ShardLayout& layout, bool async)
     : layout_(layout),
       sends_updates_(signature.sends_updates && layout.role == ShardRole::weights),
+      keeps_residual_(owner_feedback_for(signature.feedback) == ReduceOptions::Feedback::on),
       sgd_(layout.role == ShardRole::weights ? signature.sgd : std::nullopt),
       seed_(signature.seed),
       elements_(layout.elements()),

@@ -5,7 +5,7 @@
 // Quantized Adam (arXiv 2004.14180): the server keeps x in full precision, subtracts the mean of the workers' quantised
 // updates from it, and sends it down quantised. With sends_updates (the authors' Efficient-Adam) what goes down is the
 // quantised change; the server keeps the residual of that quantisation, and x is the sum of what was sent: exactly what
-// every worker holds.
+// every worker holds. If workers want no feedback at all, the residual holds only what a worker that left has sent.
 //
 // Where the signature says so, updates are gradients, and the shard makes the step itself: SGD with momentum over the
 // weights in full precision. So the momentum is that of all workers. It survives those that die, a worker that joins
@@ -135,7 +135,7 @@ class ServerShard {
   void learn(std::span<const std::span<const std::byte>> senders);
 
   ShardLayout layout_;
-  bool sends_updates_;
+  bool sends_updates_, keeps_residual_;
   std::optional<ServerSgd> sgd_;  // of weights, not of a pool
   uint64_t seed_, elements_;
   std::vector<uint64_t> name_hashes_;

@@ -134,7 +134,7 @@ bool ServerShard::subtract_mean(uint32_t divisor, float rate) {
   return true;
 }
 
-// With updates down, the change in sum_ is encoded with error feedback, and the server applies to its own weights what
+// With updates down, the change in sum_ is encoded with the residual, and the server applies to its own weights what
 // the workers will decode: all hold the same bits.
 void ServerShard::begin_version() {
   down_ = whole_ = change_ = nullptr;
@@ -149,6 +149,7 @@ void ServerShard::begin_version() {
   const std::vector<std::byte> statistics =
       writer_.learning().observe(runner, version_, version_, in, &begun->residuals, message);
   residuals_.commit(version_);
+  if (!keeps_residual_) std::fill(residual().begin(), residual().end(), 0.0f);
   runner.decode(message, pointers(weights_), Write::add);
   change_ = make_blob(std::move(message));
   // This change is over: the next one is encoded with what it has taught.

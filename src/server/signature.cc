@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <set>
 
+#include "collective/feedback_rule.h"
 #include "gradwire/error.h"
 
 namespace gradwire::server {
@@ -89,6 +90,17 @@ std::string canonical(const nlohmann::json& text, const char* field) {
   }
 }
 
+ReduceOptions::Feedback feedback_of(const nlohmann::json& text) {
+  const auto found = text.find("feedback");
+  if (found == text.end()) return ReduceOptions::Feedback::codec;  // a checkpoint of an earlier version has none
+  if (!found->is_string()) refuse("feedback is not a text");
+  try {
+    return parse_feedback(found->get<std::string>());
+  } catch (const Error& error) {
+    refuse(error.what());
+  }
+}
+
 std::string difference_of(const char* what, const std::vector<Variable>& here, const std::vector<Variable>& there) {
   for (size_t i = 0; i < std::min(here.size(), there.size()); ++i)
     if (here[i].name != there[i].name || here[i].shape != there[i].shape)
@@ -134,6 +146,7 @@ nlohmann::json Signature::json() const {
                          {"buffers", json_of(buffers)},
                          {"up", Rules::parse(up).str()},
                          {"down", Rules::parse(down).str()},
+                         {"feedback", name_of(feedback)},
                          {"sends_updates", sends_updates},
                          {"pools", pools},
                          {"seed", seed},
@@ -152,6 +165,7 @@ Signature Signature::parse(const nlohmann::json& text) {
   if (result.parameters.empty()) refuse("there are no parameters");
   result.up = canonical(text, "up");
   result.down = canonical(text, "down");
+  result.feedback = feedback_of(text);
   for (auto [field, to] : {std::pair{"sends_updates", &result.sends_updates}, std::pair{"pools", &result.pools}}) {
     const auto found = text.find(field);
     if (found == text.end() || !found->is_boolean()) refuse(fmt::format("{} is neither true nor false", field));
@@ -178,6 +192,8 @@ std::string Signature::difference(const Signature& other) const {
   if (rules(up) != rules(other.up)) return fmt::format("up is {} at the server, {} here", rules(up), rules(other.up));
   if (rules(down) != rules(other.down))
     return fmt::format("down is {} at the server, {} here", rules(down), rules(other.down));
+  if (feedback != other.feedback)
+    return fmt::format("feedback is {} at the server, {} here", name_of(feedback), name_of(other.feedback));
   if (sends_updates != other.sends_updates)
     return fmt::format("the server sends {}, this worker wants {}", sends_updates ? "updates" : "weights",
                        other.sends_updates ? "updates" : "weights");

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "gradwire/collective.h"
 #include "gradwire/plan.h"
 #include "gradwire/rules.h"
 
@@ -36,6 +37,8 @@ inline constexpr uint64_t kMostSteps = 1'000'000'000;  // of a run
 struct Signature {
   std::vector<Variable> parameters, buffers;
   std::string up = "loggrid:k=2", down = "unigrid:bits=8";  // specs or rules
+  // Of updates; of what goes down, on or off follows from it (collective/feedback_rule.h).
+  ReduceOptions::Feedback feedback = ReduceOptions::Feedback::codec;
   bool sends_updates = false;  // the server sends quantised changes, with error feedback, instead of quantised weights
   bool pools = false;          // workers share their second moments
   std::optional<ServerSgd> sgd = {};  // none: the workers run an optimizer, and the server subtracts their updates

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "collective/feedback_rule.h"
 #include "server/machine.h"
 #include "server/saving.h"
 
@@ -218,6 +219,7 @@ json Status::report(const Saving& saving) const {
             {"parts", model ? model->layouts.size() : 0}}},
           {"up", signature.up},
           {"down", signature.down},
+          {"feedback", name_of(signature.feedback)},
           {"send", signature.sends_updates ? "updates" : "weights"},
           {"workers",
            {{"present", membership_.present()},

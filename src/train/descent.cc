@@ -21,12 +21,6 @@ namespace {
 
 constexpr const char* kSteps = "optimizer.steps";
 
-std::vector<torch::Tensor> tensors_of(const std::vector<NamedParameter>& parameters) {
-  std::vector<torch::Tensor> list;
-  for (const NamedParameter& one : parameters) list.push_back(one.tensor);
-  return list;
-}
-
 #ifdef GRADWIRE_HAS_GRPC
 std::vector<server::Variable> variables_of(const std::vector<NamedParameter>& tensors) {
   std::vector<server::Variable> list;
@@ -61,7 +55,7 @@ class GradientDescent final : public Descent {
       exchange_->finish();
     }
     report();
-    if (info_.metered) measure(exact);
+    if (info_.metered) measure(exact, gradients_of(optimizer_.parameters()));
     // All workers hold the same means, so all of them decide alike.
     const double norm = norm_of(gradients_of(optimizer_.parameters()));
     const bool finite = std::isfinite(norm / info_.loss_scale);
@@ -104,6 +98,12 @@ class GradientDescent final : public Descent {
 
 }  // namespace
 
+std::vector<torch::Tensor> tensors_of(const std::vector<NamedParameter>& parameters) {
+  std::vector<torch::Tensor> list;
+  for (const NamedParameter& one : parameters) list.push_back(one.tensor);
+  return list;
+}
+
 ReduceOptions DescentParts::reduce_options() const {
   ReduceOptions options = settings.reduce_options();
   options.steps = steps;
@@ -128,6 +128,7 @@ std::unique_ptr<Descent> make_descent(const DescentParts& parts) {
                 "--server needs gRPC, which this build did not find: install libgrpc++-dev and build again", "server");
 #endif
   }
+  if (parts.settings.exchanges_momenta()) return make_momentum_descent(parts);
   if (parts.settings.optimizer != "qadam") return std::make_unique<GradientDescent>(parts);
   std::vector<NamedTensor> tensors;
   for (const NamedParameter& one : parts.parameters) tensors.push_back(describe(one));

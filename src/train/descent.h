@@ -3,6 +3,7 @@
 //
 //   GradientDescent   gradients are exchanged while they are computed; then all workers take the same step with the
 //                     mean (sgd, adam, adamw)
+//   MomentumDescent   the same with momenta in place of gradients: see momentum_descent.cc
 //   UpdateDescent     every worker computes an update from its own gradient; updates are exchanged, and weights come
 //                     back, from the other workers or from a server: see update_descent.h (qadam; with a server, sgd)
 //
@@ -42,7 +43,8 @@ struct DescentState {
 
 class Descent {
  public:
-  using Measure = std::function<void(const std::vector<torch::Tensor>& exact_means)>;
+  // The exact means, and those that compression has left.
+  using Measure = std::function<void(const std::vector<torch::Tensor>& exact, const std::vector<torch::Tensor>& got)>;
 
   virtual ~Descent() = default;
 
@@ -51,8 +53,7 @@ class Descent {
 
   virtual void begin(const StepInfo& info) = 0;
   // Sends what has not been sent, waits for what comes back, and changes the weights. `report` is called once; it reads
-  // the loss of the step, which on a GPU waits for it. `measure` is called if the step is metered, while the gradients
-  // are the means that will be applied.
+  // the loss of the step, which on a GPU waits for it. `measure` is called if the step is metered.
   virtual StepResult finish(const std::function<Report()>& report, const Measure& measure) = 0;
 
   virtual ExchangeStats stats() const = 0;
@@ -83,6 +84,10 @@ struct DescentParts {
   ReduceOptions reduce_options() const;  // of the settings, with the length of the run
   Device compute_device() const;  // where the worker computes: the device of the codecs, on the worker's own stream
 };
+
+std::vector<torch::Tensor> tensors_of(const std::vector<NamedParameter>& parameters);
+
+std::unique_ptr<Descent> make_momentum_descent(const DescentParts& parts);
 
 // Collective.
 std::unique_ptr<Descent> make_descent(const DescentParts& parts);

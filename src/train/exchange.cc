@@ -60,17 +60,19 @@ NamedTensor describe(const NamedParameter& parameter) {
 struct Exchange::Bucket {
   std::vector<size_t> parameters;
   std::optional<c10::Stream> stream;
-  std::unique_ptr<Reducer> reducer;
+  std::unique_ptr<Reducer> reducer, first;  // first: of the first steps
   size_t missing = 0;
   Handle handle;
 };
 
 Exchange::Exchange(Engine& engine, std::vector<NamedParameter> parameters, const ReduceOptions& options,
-                   double bucket_bytes, std::optional<c10::Stream> stream)
+                   double bucket_bytes, std::optional<c10::Stream> stream, SentValues values, const FirstSteps& first)
     : engine_(engine),
       parameters_(std::move(parameters)),
       options_(options),
       stream_(stream),
+      values_(std::move(values)),
+      first_steps_(first.steps),
       bucket_of_(parameters_.size()) {
   std::vector<NamedTensor> model;
   for (const NamedParameter& parameter : parameters_) model.push_back(describe(parameter));
@@ -98,6 +100,11 @@ Exchange::Exchange(Engine& engine, std::vector<NamedParameter> parameters, const
       own.device.stream = bucket->stream->native_handle();
     }
     bucket->reducer = std::make_unique<Reducer>(engine_, tensors, own);
+    if (first.steps == 0) continue;
+    own.up = first.up;
+    own.down = first.down;
+    own.feedback = own.owner_feedback = ReduceOptions::Feedback::off;
+    bucket->first = std::make_unique<Reducer>(engine_, tensors, own);
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     auto hook = std::make_unique<Hook>([this, i] { gradient_ready(i); });
@@ -117,7 +124,7 @@ void Exchange::begin(uint64_t step, double loss_scale, double rate, bool overlap
   next_ = 0;
   for (auto& bucket : buckets_) {
     bucket->missing = bucket->parameters.size();
-    bucket->reducer->set_rate(rate);
+    active(*bucket).set_rate(rate);
   }
 }
 
@@ -128,22 +135,29 @@ void Exchange::gradient_ready(size_t parameter) {
   while (next_ < buckets_.size() && buckets_[next_]->missing == 0) send(*buckets_[next_++]);
 }
 
+Reducer& Exchange::active(const Bucket& bucket) const { return step_ < first_steps_ ? *bucket.first : *bucket.reducer; }
+
+const torch::Tensor& Exchange::sent(size_t parameter) const {
+  return values_.fill ? values_.tensors[parameter] : parameters_[parameter].tensor.grad();
+}
+
 void Exchange::send(Bucket& bucket) {
+  if (stream_) {
+    // Autograd may add gradients up on another stream than the worker's: come after both.
+    const c10::Stream here = c10::impl::VirtualGuardImpl(stream_->device_type()).getStream(stream_->device());
+    if (here != *stream_) order_streams(here, *stream_);
+  }
+  if (values_.fill) values_.fill(bucket.parameters);
+  if (bucket.stream) order_streams(*stream_, *bucket.stream);
   std::vector<const void*> in;
   std::vector<void*> out;
   for (size_t i : bucket.parameters) {
-    const torch::Tensor& gradient = parameters_[i].tensor.grad();
-    GW_CHECK(gradient.defined() && gradient.is_contiguous() && gradient.scalar_type() == torch::kFloat32);
-    in.push_back(gradient.data_ptr());
-    out.push_back(gradient.data_ptr());
+    const torch::Tensor& values = sent(i);
+    GW_CHECK(values.defined() && values.is_contiguous() && values.scalar_type() == torch::kFloat32);
+    in.push_back(values.data_ptr());
+    out.push_back(values.data_ptr());
   }
-  if (bucket.stream) {
-    // Autograd may add gradients up on another stream than the worker's: come after both.
-    order_streams(*stream_, *bucket.stream);
-    const c10::Stream here = c10::impl::VirtualGuardImpl(stream_->device_type()).getStream(stream_->device());
-    if (here != *stream_) order_streams(here, *bucket.stream);
-  }
-  bucket.handle = bucket.reducer->start(step_, in, out, static_cast<float>(loss_scale_));
+  bucket.handle = active(bucket).start(step_, in, out, static_cast<float>(loss_scale_));
 }
 
 void Exchange::finish() {
@@ -152,16 +166,16 @@ void Exchange::finish() {
   for (auto& bucket : buckets_) bucket->handle.wait();
   if (buckets_.size() < 2) return;
   std::vector<Reducer*> all;
-  for (auto& bucket : buckets_) all.push_back(bucket->reducer.get());
+  for (auto& bucket : buckets_) all.push_back(&active(*bucket));
   Reducer::learn_together(all, step_);
 }
 
 void Exchange::commit() {
-  for (auto& bucket : buckets_) bucket->reducer->commit(step_);
+  for (auto& bucket : buckets_) active(*bucket).commit(step_);
 }
 
 void Exchange::rollback() {
-  for (auto& bucket : buckets_) bucket->reducer->rollback(step_);
+  for (auto& bucket : buckets_) active(*bucket).rollback(step_);
 }
 
 std::vector<torch::Tensor> Exchange::exact_means(Engine& engine, uint64_t step) const {
@@ -175,8 +189,9 @@ std::vector<torch::Tensor> Exchange::exact_means(Engine& engine, uint64_t step) 
   std::vector<void*> out;
   for (const NamedParameter& parameter : parameters_) {
     tensors.push_back(describe(parameter));
-    means.push_back(torch::empty_like(parameter.tensor.grad()));
-    in.push_back(parameter.tensor.grad().data_ptr());
+    const torch::Tensor& values = sent(tensors.size() - 1);
+    means.push_back(torch::empty_like(values));
+    in.push_back(values.data_ptr());
     out.push_back(means.back().data_ptr());
   }
   std::optional<c10::Stream> stream;
@@ -193,17 +208,25 @@ std::vector<torch::Tensor> Exchange::exact_means(Engine& engine, uint64_t step) 
 double Exchange::bits() const {
   uint64_t bytes = 0;
   for (const auto& bucket : buckets_) {
-    const std::vector<Codec> codecs = bucket->reducer->codecs(Direction::up);
+    const std::vector<Codec> codecs = active(*bucket).codecs(Direction::up);
     for (size_t k = 0; k < codecs.size(); ++k)
       bytes += codecs[k].bytes(static_cast<uint64_t>(parameters_[bucket->parameters[k]].tensor.numel()));
   }
   return 8.0 * static_cast<double>(bytes) / static_cast<double>(std::max<uint64_t>(1, elements_));
 }
 
+std::vector<Reducer*> Exchange::all_reducers() const {
+  std::vector<Reducer*> all;
+  for (const auto& bucket : buckets_)
+    for (Reducer* const reducer : {bucket->reducer.get(), bucket->first.get()})
+      if (reducer) all.push_back(reducer);
+  return all;
+}
+
 ReduceTimes Exchange::times() const {
   ReduceTimes sum;
-  for (const auto& bucket : buckets_) {
-    const ReduceTimes own = bucket->reducer->times();
+  for (const Reducer* const reducer : all_reducers()) {
+    const ReduceTimes own = reducer->times();
     sum.encode += own.encode;
     sum.wait += own.wait;
     sum.decode += own.decode;
@@ -213,8 +236,8 @@ ReduceTimes Exchange::times() const {
 
 ReduceMemory Exchange::memory() const {
   ReduceMemory sum;
-  for (const auto& bucket : buckets_) {
-    const ReduceMemory own = bucket->reducer->memory();
+  for (const Reducer* const reducer : all_reducers()) {
+    const ReduceMemory own = reducer->memory();
     sum.residuals += own.residuals;
     sum.messages += own.messages;
     sum.sums += own.sums;

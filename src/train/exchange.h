@@ -10,12 +10,15 @@
 #include <c10/core/Stream.h>
 #include <torch/types.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "gradwire/collective.h"
+#include "train/settings.h"
 
 namespace gradwire::train {
 
@@ -26,11 +29,19 @@ struct NamedParameter {
 
 NamedTensor describe(const NamedParameter& parameter);
 
+// What is exchanged in place of the gradients: one tensor per parameter, which also receives the mean. `fill` writes
+// those of some parameters from their gradients; it is called before they are sent, where autograd runs, and on a GPU
+// it enqueues on the worker's stream.
+struct SentValues {
+  std::vector<torch::Tensor> tensors;
+  std::function<void(std::span<const size_t> parameters)> fill;
+};
+
 class Exchange {
  public:
   // `stream`: where the worker computes, on a GPU.
   Exchange(Engine& engine, std::vector<NamedParameter> parameters, const ReduceOptions& options, double bucket_bytes,
-           std::optional<c10::Stream> stream);
+           std::optional<c10::Stream> stream, SentValues values = {}, const FirstSteps& first = {});
   ~Exchange();
 
   // The next backward pass brings the gradients of `step`; with `overlap` they leave as they come, else in finish().
@@ -41,7 +52,7 @@ class Exchange {
   void commit();
   void rollback();
 
-  // The exact means of the gradients as they are now, by fp32, over another engine so that nothing here counts them.
+  // The exact means of what would be sent now, by fp32, over another engine so that nothing here counts them.
   std::vector<torch::Tensor> exact_means(Engine& engine, uint64_t step) const;
 
   double bits() const;  // per element sent up, of the last step
@@ -63,11 +74,16 @@ class Exchange {
   struct Bucket;
   void gradient_ready(size_t parameter);
   void send(Bucket& bucket);
+  Reducer& active(const Bucket& bucket) const;        // of the step that is under way
+  const torch::Tensor& sent(size_t parameter) const;  // its gradient, or what goes in its place
+  std::vector<Reducer*> all_reducers() const;
 
   Engine& engine_;
   std::vector<NamedParameter> parameters_;
   ReduceOptions options_;
   std::optional<c10::Stream> stream_;
+  SentValues values_;
+  uint64_t first_steps_ = 0;
   std::vector<std::unique_ptr<Bucket>> buckets_;
   std::vector<size_t> bucket_of_;  // per parameter
   uint64_t elements_ = 0, step_ = 0;

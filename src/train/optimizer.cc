@@ -10,15 +10,11 @@
 #include "core/check.h"
 
 namespace gradwire::train {
-namespace {
 
-// On the CPU a worker's torch threads tell how many threads it may use.
-Device with_threads(Device device) {
+Device with_torch_threads(Device device) {
   device.threads = at::get_num_threads();
   return device;
 }
-
-}  // namespace
 
 std::vector<torch::Tensor> gradients_of(const std::vector<torch::Tensor>& parameters) {
   std::vector<torch::Tensor> list;
@@ -39,7 +35,7 @@ Optimizer::Optimizer(const Settings& settings, std::vector<torch::Tensor> parame
     : kind_(settings.optimizer),
       sgd_{.momentum = settings.momentum, .weight_decay = settings.weight_decay},
       adam_{.weight_decay = settings.weight_decay, .decoupled = settings.optimizer == "adamw"},
-      elementwise_(with_threads(device)),
+      elementwise_(with_torch_threads(device)),
       parameters_(std::move(parameters)) {
   const int copies = kind_ != "sgd" ? 2 : sgd_.momentum > 0 ? 1 : 0;
   for (int copy = 0; copy < copies; ++copy)

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "collective/feedback_rule.h"
 #include "gradwire/error.h"
 #include "server/rpc/dial.h"
 
@@ -18,7 +19,8 @@ server::Signature signature_of(const Settings& settings, uint64_t steps, std::ve
   signature.parameters = std::move(parameters);
   signature.buffers = std::move(buffers);
   signature.up = settings.up();
-  signature.down = settings.down.empty() ? settings.up() : settings.down;
+  signature.down = settings.down.empty() ? Rules::parse(settings.up()).nearest().str() : settings.down;
+  signature.feedback = parse_feedback(settings.feedback);
   if (settings.optimizer == "sgd")
     signature.sgd = {.momentum = settings.momentum, .weight_decay = settings.weight_decay};
   signature.sends_updates = settings.send == "updates";

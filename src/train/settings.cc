@@ -9,10 +9,16 @@
 #include <numbers>
 #include <sstream>
 
+#include "collective/feedback_rule.h"
 #include "gradwire/error.h"
 
 namespace gradwire::train {
 namespace {
+
+// Where momenta are exchanged. Few bits are saved on small tensors, and rounding them costs much.
+constexpr const char* kSmallTensors = "1d=fp32;<1024=fp32";
+constexpr const char* kFirstCodec = "qsgd:bits=4";
+constexpr const char* kMomentaDown = "optquant:bits=4";
 
 void refuse(const char* field, const std::string& value, const std::string& allowed) {
   throw Error(ErrorKind::usage, fmt::format("{} is {}; allowed is {}", field, value, allowed), field);
@@ -33,30 +39,48 @@ TaskOptions Settings::task_options(const std::string& directory) const {
   return {.directory = directory, .length = length, .vocabulary = vocabulary, .words = words, .limit = limit};
 }
 
-std::string Settings::up() const {
-  bool all_alike = true;  // then they say nothing: fp32 with 1d=fp32 is fp32, and compares as such
-  std::istringstream list(rules);
-  for (std::string rule; std::getline(list, rule, ';');)
-    all_alike = all_alike && (rule.empty() || rule.substr(rule.find('=') + 1) == codec);
-  if (all_alike) return codec;
-  return fmt::format("{}{}*={}", rules, rules.ends_with(';') ? "" : ";", codec);
+bool Settings::exchanges_momenta() const {
+  if (exchange != "auto") return exchange == "momenta";
+  if (optimizer != "adam" && optimizer != "adamw") return false;
+  return wants_residual(Codec::parse(codec), parse_feedback(feedback));
 }
+
+FirstSteps Settings::first_steps_of(uint64_t steps) const {
+  if (!exchanges_momenta()) return {};
+  const uint64_t count = first_steps < 0 ? steps / 10 : static_cast<uint64_t>(first_steps);
+  return {
+      .steps = count, .up = with_rules(kFirstCodec), .down = collective == "scatter" ? with_rules(kFirstCodec) : ""};
+}
+
+std::string Settings::with_rules(const std::string& last) const {
+  const std::string all = rules.empty() && exchanges_momenta() ? kSmallTensors : rules;
+  bool all_alike = true;  // then they say nothing: fp32 with 1d=fp32 is fp32, and compares as such
+  std::istringstream list(all);
+  for (std::string rule; std::getline(list, rule, ';');)
+    all_alike = all_alike && (rule.empty() || rule.substr(rule.find('=') + 1) == last);
+  if (all_alike) return last;
+  return fmt::format("{}{}*={}", all, all.ends_with(';') ? "" : ";", last);
+}
+
+std::string Settings::up() const { return with_rules(codec); }
+
+std::string Settings::label() const { return rules.empty() ? codec : up(); }
 
 std::string Settings::extras() const {
   const bool descends = optimizer == "qadam" && send == "weights";  // then weights are compressed however updates are
   if (up() == "fp32") return descends && down != "fp32" ? ", down " + down : "";  // it has neither of the others
-  return (feedback == "codec" ? "" : ", feedback " + feedback) + (residual == "f32" ? "" : ", residuals " + residual) +
-         (down.empty() ? "" : ", down " + down);
+  return std::string(exchanges_momenta() ? ", momenta" : "") + (feedback == "codec" ? "" : ", feedback " + feedback) +
+         (residual == "f32" ? "" : ", residuals " + residual) + (down.empty() ? "" : ", down " + down);
 }
 
 ReduceOptions Settings::reduce_options() const {
-  using Feedback = ReduceOptions::Feedback;
   ReduceOptions options;
   options.method = collective == "gather" ? ReduceOptions::Method::gather : ReduceOptions::Method::scatter;
   options.up = up();
   options.down = down;
-  options.feedback = feedback == "codec" ? Feedback::codec : feedback == "on" ? Feedback::on : Feedback::off;
-  if (feedback == "off") options.owner_feedback = Feedback::off;
+  if (down.empty() && exchanges_momenta() && collective == "scatter") options.down = with_rules(kMomentaDown);
+  options.feedback = parse_feedback(feedback);
+  options.owner_feedback = owner_feedback_for(options.feedback);
   options.residual = parse_dtype(residual);
   options.seed = seed;
   return options;
@@ -101,6 +125,14 @@ void Settings::check_qadam() const {
     refuse("share-every", "given", "only --moments shared");
 }
 
+void Settings::check_exchange() const {
+  check_choice("exchange", exchange, {"auto", "gradients", "momenta"});
+  check_range("first-steps", static_cast<double>(first_steps), -1, 1e15);
+  if (exchange == "momenta" && optimizer == "qadam")
+    refuse("exchange", "'momenta' with --optimizer qadam", "sgd, adam or adamw there; qadam exchanges updates");
+  if (first_steps >= 0 && !exchanges_momenta()) refuse("first-steps", "given", "only where momenta are exchanged");
+}
+
 uint64_t Settings::steps_per_epoch(uint64_t samples) const {
   return samples / (static_cast<uint64_t>(batch) * static_cast<uint64_t>(accumulate) * static_cast<uint64_t>(workers));
 }
@@ -137,6 +169,7 @@ void Settings::check() const {
   if (schedule == "step" && drop_at.empty()) refuse("drop-at", "empty", "at least one epoch with --schedule step");
   if (schedule != "step" && !drop_at.empty()) refuse("drop-at", "given", "only --schedule step");
   check_qadam();
+  check_exchange();
   if (collective == "gather" && !down.empty() && optimizer != "qadam")
     refuse("down", "'" + down + "'", "only --collective scatter, which sends means down");
   Rules::parse(up());

@@ -16,6 +16,12 @@
 
 namespace gradwire::train {
 
+// The first steps of a run may have another codec, without feedback.
+struct FirstSteps {
+  uint64_t steps = 0;
+  std::string up, down;
+};
+
 struct Settings {
   // The task and the model.
   std::string task = "fashion-mnist";
@@ -40,6 +46,8 @@ struct Settings {
   std::string feedback = "codec";  // or on, off
   std::string residual = "f32";    // or bf16: half the memory
   double bucket_mb = 25;           // megabytes of gradients that are sent together
+  std::string exchange = "auto";   // or gradients, momenta: what workers exchange
+  int64_t first_steps = -1;        // with momenta: steps with the codec kFirstCodec; -1: a tenth of the run
 
   // Optimisation.
   uint64_t seed = 1;
@@ -64,7 +72,11 @@ struct Settings {
   TaskOptions task_options(const std::string& directory) const;
   ReduceOptions reduce_options() const;
   QAdamOptions qadam_options() const;
+  // Codecs with error feedback do not suit Adam's second moments, unless momenta are exchanged (optim/momentum.h).
+  bool exchanges_momenta() const;
+  FirstSteps first_steps_of(uint64_t steps) const;
   std::string up() const;      // rules and codec as one text
+  std::string label() const;   // the same as the user gave them, for people
   std::string extras() const;  // further choices, as text for reports
   uint64_t steps_per_epoch(uint64_t samples) const;
   uint64_t total_steps(uint64_t samples) const;
@@ -73,12 +85,14 @@ struct Settings {
 
  private:
   void check_qadam() const;
+  void check_exchange() const;
+  std::string with_rules(const std::string& codec) const;
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Settings, task, model, length, vocabulary, words, limit, dropout, workers, device,
                                    precision, deterministic, threads, codec, rules, down, collective, feedback,
-                                   residual, bucket_mb, seed, epochs, steps, batch, accumulate, optimizer, rate,
-                                   momentum, weight_decay, clip, schedule, warmup, drop_at, drop, beta, theta,
-                                   correction, moments, share_every, send)
+                                   residual, bucket_mb, exchange, first_steps, seed, epochs, steps, batch, accumulate,
+                                   optimizer, rate, momentum, weight_decay, clip, schedule, warmup, drop_at, drop, beta,
+                                   theta, correction, moments, share_every, send)
 
 // A parameter server, and how this process joins it as a worker.
 struct ServerPlace {

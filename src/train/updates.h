@@ -12,7 +12,7 @@
 //   mean    decoded updates added up in rank order in f32, beginning with 0; divided by float(W)
 //   x       x - mean, one subtraction
 //   down    weights: the decoded message of x, Stamp{seed, step: the next one, stage 1, rank 0, world 1}, no feedback
-//   up      Stamp{seed, step, stage 0, rank, world W}, with feedback
+//   up      Stamp{seed, step, stage 0, rank, world W}, with feedback where the codec or the user wants it
 //
 // This file does not need torch.
 #pragma once

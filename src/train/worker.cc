@@ -162,7 +162,7 @@ void Worker::step() {
     return Report{.loss = mine.mean_loss(), .samples = mine.labels, .rate = rate};
   };
   const StepResult result =
-      descent_->finish(report, [&](const std::vector<torch::Tensor>& exact) { measure_layers(exact); });
+      descent_->finish(report, [&](const auto& exact, const auto& got) { measure_layers(exact, got); });
   if (result.applied) {
     scale_.fine();
   } else {
@@ -203,19 +203,20 @@ void Worker::add(EpochSums& sums, const Score& score) {
   sums.right += static_cast<uint64_t>(score.right.item<int64_t>());
 }
 
-void Worker::measure_layers(const std::vector<torch::Tensor>& exact) {
+void Worker::measure_layers(const std::vector<torch::Tensor>& exact, const std::vector<torch::Tensor>& got) {
   torch::NoGradGuard no_grad;
   nlohmann::json tensors = nlohmann::json::array();
   size_t i = 0;
   for (const auto& item : model_->named_parameters()) {
-    const torch::Tensor truth = exact[i++].to(torch::kDouble), result = item.value().grad().to(torch::kDouble);
-    const double size = truth.square().sum().item<double>(), got = result.square().sum().item<double>();
+    const torch::Tensor truth = exact[i].to(torch::kDouble), result = got[i].to(torch::kDouble);
+    ++i;
+    const double size = truth.square().sum().item<double>(), length = result.square().sum().item<double>();
     const double error = (truth - result).square().sum().item<double>(),
                  product = (truth * result).sum().item<double>();
     tensors.push_back({{"name", item.key()},
                        {"elements", item.value().numel()},
                        {"error", number(size > 0 ? error / size : NAN)},
-                       {"cosine", number(size > 0 && got > 0 ? product / std::sqrt(size * got) : NAN)}});
+                       {"cosine", number(size > 0 && length > 0 ? product / std::sqrt(size * length) : NAN)}});
   }
   layers_.push_back({{"step", step_ + 1}, {"tensors", tensors}});
   nlohmann::json event = layers_.back();

@@ -68,7 +68,7 @@ class Worker {
   void step();
   Score score_of(const Batch& batch);
   static void add(EpochSums& sums, const Score& score);
-  void measure_layers(const std::vector<torch::Tensor>& exact);
+  void measure_layers(const std::vector<torch::Tensor>& exact, const std::vector<torch::Tensor>& got);
   std::pair<double, double> evaluate();  // loss, accuracy
   void evaluate_between();               // a point of the curve before the epoch ends
   void end_epoch();

@@ -151,6 +151,9 @@ void Worker::begin_or_resume() {
   compare_weights(control_.gather(weights_hash()));
   nlohmann::json event = settings_;
   event["event"] = "start";
+  event["exchange"] = settings_.optimizer == "qadam"  ? "updates"
+                      : settings_.exchanges_momenta() ? "momenta"
+                                                      : "gradients";
   event["parameters"] = elements();
   event["buckets"] = descent_->stats().buckets;
   event["total_steps"] = total_;
@@ -226,7 +229,7 @@ nlohmann::json Worker::learned() const {
 nlohmann::json Worker::record() const {
   const ReduceMemory held = descent_->stats().memory;
   return {{"version", 1},
-          {"codec", settings_.up() + settings_.extras()},
+          {"codec", settings_.label() + settings_.extras()},
           {"canonical", Rules::parse(settings_.up()).str() + settings_.extras()},
           {"seed", settings_.seed},
           {"task", settings_.task},

@@ -616,6 +616,14 @@ TEST(Rules, PrintAsTheyParse) {
   EXPECT_EQ(rules.str(), "*.bias=fp32;1d=fp16;<64=fp32;*=" + Codec::parse("qsgd:bits=4").str());
 }
 
+TEST(Rules, RoundToNearestWhereTheirCodecsCan) {
+  const Rules rules = Rules::parse("1d=fp32;a*=topk:ratio=0.1;*=qsgd:bits=2").nearest();
+  EXPECT_EQ(rules.codec_for("w", 2, 4096), Codec::parse("qsgd:bits=2,rounding=nearest"));
+  EXPECT_EQ(rules.codec_for("a", 2, 4096), Codec::parse("topk:ratio=0.1"));
+  EXPECT_EQ(rules.codec_for("w", 1, 4096), Codec());
+  EXPECT_EQ(rules.nearest().str(), rules.str());
+}
+
 TEST(Rules, Globs) {
   const auto matches = [](const std::string& pattern, const std::string& name) {
     return Rules::parse(pattern + "=fp16;*=fp32").codec_for(name, 2, 4096).name() == "fp16";

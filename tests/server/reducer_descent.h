@@ -23,7 +23,7 @@ inline void descend_over_reducer(
     options.method = ReduceOptions::Method::gather;
     options.up = signature.up;
     options.steps = steps;
-    options.feedback = ReduceOptions::Feedback::on;  // as over a server
+    options.feedback = signature.feedback;
     std::vector<NamedTensor> tensors;
     DescentTensors weights;
     for (const Variable& one : signature.parameters) {

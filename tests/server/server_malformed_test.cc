@@ -106,6 +106,8 @@ TEST(ServerMalformed, HellosThatAreNoneAreRefusedInWords) {
                                     with("/signature/up", "nonsense"),
                                     with("/signature/up", 4),
                                     with("/signature/down", "unigrid:bits=99"),
+                                    with("/signature/feedback", 1),
+                                    with("/signature/feedback", "sometimes"),
                                     with("/signature/pools", 1),
                                     with("/signature/steps", -1),
                                     with("/signature/steps", 1.5),

@@ -44,7 +44,6 @@ Tensors descend_over_reducer(const std::string& up, int world, uint64_t steps) {
   Tensors result;
   run_loopback(world, [&](Engine& engine) {
     ReduceOptions options{.method = ReduceOptions::Method::gather, .up = up};
-    options.feedback = ReduceOptions::Feedback::on;
     std::vector<NamedTensor> tensors;
     for (const Variable& one : sgd_signature().parameters) tensors.push_back({one.name, one.count()});
     Reducer reducer(engine, tensors, options);

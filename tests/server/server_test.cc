@@ -124,7 +124,17 @@ TEST(Server, AJoinerWithAnotherModelIsToldTheDifference) {
   other.up = "qsgd:bits=4";
   ToyWorker third(server, other, 3);
   EXPECT_THROW(third.join(), Error);
-  EXPECT_EQ(server.hub()->status()["refused"]["signature"], 2);
+  other = signature;
+  other.feedback = ReduceOptions::Feedback::off;
+  ToyWorker fourth(server, other, 4);
+  try {
+    fourth.join();
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("feedback is codec at the server, off here"), std::string::npos)
+        << error.what();
+  }
+  EXPECT_EQ(server.hub()->status()["refused"]["signature"], 3);
 }
 
 TEST(Server, WhatCannotBeCutMustFitAFrame) {

@@ -124,8 +124,13 @@ def undisturbed(base):
 # It is the same run -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [[], ["--send", "updates"], ["--moments", "shared", "--share-every", 4]],
-                         ids=["weights", "updates", "shared"])
+@pytest.mark.parametrize("way", [
+    [],
+    ["--send", "updates"],
+    ["--send", "updates", "--up", "qsgd:bits=3", "--down", "loggrid:k=6"],
+    ["--send", "updates", "--feedback", "off"],
+    ["--moments", "shared", "--share-every", 4],
+], ids=["weights", "updates", "unbiased updates", "updates without feedback", "shared"])
 def test_workers_end_with_the_weights_of_one_process(tmp_path, base, way):
     arguments = [*base, "--epochs", 4, *way]
     alone = train(*arguments)
@@ -144,16 +149,29 @@ def test_workers_end_with_the_weights_of_one_process(tmp_path, base, way):
     assert len(server.of("joined")) == len(server.of("left")) == 2 and all("time" in event for event in server.events)
 
 
+def test_an_unbiased_codec_of_updates_comes_down_rounded_to_nearest(base):
+    """Its own error is larger than a change, and the server has feedback: that would not train."""
+    arguments = [*base, "--epochs", 8, "--send", "updates", "--up", "qsgd:bits=2"]
+    alone = train(*arguments).end
+    with serve("--min-workers", 2) as server, work(server, *arguments) as one, work(server, *arguments) as two:
+        one.until_step(1)
+        assert "rounding=nearest" in status(server)["down"]
+        ends = [one.end(), two.end()]
+    assert ends[0]["weights"] == ends[1]["weights"]
+    assert ends[0]["epochs"][-1]["train_loss"] < 1.1 * alone["epochs"][-1]["train_loss"]
+
+
 @pytest.mark.parametrize("way", [
     ["--optimizer", "qadam", "--up", "casq:bits=2,refit=5", "--down", "optquant:bits=6,refit=7"],
     ["--optimizer", "sgd", "--momentum", 0.9, "--up", "fp32"],
     ["--optimizer", "sgd", "--momentum", 0.9, "--up", "casq:bits=2,refit=5"],
     ["--optimizer", "sgd", "--momentum", 0.9, "--up", "dqsgd:budget=4.5"],
-], ids=["learned both ways", "sgd", "sgd and learned", "sgd and planned"])
+    ["--optimizer", "sgd", "--momentum", 0.9, "--up", "qsgd:bits=3", "--feedback", "on"],
+], ids=["learned both ways", "sgd", "sgd and learned", "sgd and planned", "sgd and feedback"])
 def test_what_is_learned_and_the_momentum_survive_the_server(tmp_path, base, way):
     """Also when the server is killed in the middle, the weights are those of one process, bit for bit."""
     arguments = [word for word in base if word not in ("--optimizer", "qadam")] + ["--epochs", 6, *way]
-    like_a_server = ["--collective", "gather", "--bucket-mb", 1000, "--feedback", "on"] if "sgd" in way else []
+    like_a_server = ["--collective", "gather", "--bucket-mb", 1000] if "sgd" in way else []
     alone = train(*arguments, *like_a_server)
     checkpoint = tmp_path / "ps.gwc"
     with serve("--min-workers", 2, "--checkpoint", checkpoint, "--save-every", 10) as server:

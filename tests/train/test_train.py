@@ -142,6 +142,43 @@ def test_buckets_do_not_change_the_weights(small, codec, collective):
     assert [step["step_loss"] for step in runs[0].of("step")] == [step["step_loss"] for step in runs[1].of("step")]
 
 
+MOMENTA = {"adamw": ["--optimizer", "adamw", "--clip", 0.5, "--codec", "topk:ratio=0.05"],
+           "adam": ["--optimizer", "adam", "--codec", "casq:bits=2"],
+           "sgd": ["--exchange", "momenta", "--codec", "onebit"]}
+
+
+@pytest.mark.parametrize("collective", ["gather", "scatter"])
+@pytest.mark.parametrize("optimizer", MOMENTA)
+def test_workers_that_exchange_momenta_agree_however_they_are_sent_and_watched(small, optimizer, collective):
+    arguments = [*small, *MOMENTA[optimizer], "--collective", collective, "--first-steps", 4]
+    runs = [train(*arguments, "--bucket-mb", 0.001, "--check"), train(*arguments, "--meter-every", 1)]
+    assert runs[0].of("start")[0]["buckets"] > 1 == runs[1].of("start")[0]["buckets"]
+    assert runs[0].of("start")[0]["exchange"] == "momenta"
+    assert runs[0].weights == runs[1].weights and runs[0].end["skipped_steps"] == 0
+    for measured in runs[1].of("layers")[4:]:
+        for tensor in measured["tensors"]:
+            assert tensor["elements"] < 10000 or tensor["cosine"] > 0.1, f"{tensor} is not a momentum any more"
+
+
+def test_what_is_exchanged_follows_from_the_optimizer_and_the_codec(small):
+    def exchanged(*arguments):
+        return train(*small, "--steps", 1, *arguments).of("start")[0]["exchange"]
+
+    assert exchanged("--optimizer", "adamw", "--codec", "onebit") == "momenta"
+    assert exchanged("--optimizer", "adamw", "--codec", "onebit", "--feedback", "off") == "gradients"
+    assert exchanged("--optimizer", "adamw", "--codec", "onebit", "--exchange", "gradients") == "gradients"
+    assert exchanged("--optimizer", "adamw", "--codec", "qsgd:bits=4") == "gradients"
+    assert exchanged("--optimizer", "sgd", "--codec", "onebit") == "gradients"
+
+
+def test_the_first_steps_have_a_codec_of_their_own_and_adams_first_step_is_exact(small):
+    run = train(*small, "--optimizer", "adam", "--codec", "onebit", "--first-steps", 6)
+    bits = [step["bits"] for step in run.of("step")]
+    for steps in (1, 2, 3, 4, 6, 9, 13):  # after which second moments are pooled, in bf16
+        bits[steps - 1] -= 16
+    assert bits[0] == 32 and all(4 < bit < 5.5 for bit in bits[1:6]) and all(1 < bit < 2.5 for bit in bits[6:])
+
+
 def test_the_same_command_gives_the_same_weights_and_another_seed_others(small):
     runs = [train(*small, "--codec", "optquant:bits=3,refit=3", "--seed", seed) for seed in (1, 1, 2)]
     assert runs[0].learned == runs[1].learned
@@ -401,6 +438,9 @@ def test_an_output_that_is_full_ends_the_run(small):
     (USAGE, ["length", "images"], ["--length", 5]),
     (USAGE, ["resume", "--checkpoint"], ["--resume"]),
     (USAGE, ["save-every", "--checkpoint"], ["--save-every", 3]),
+    (USAGE, ["exchange", "qadam exchanges updates"], ["--exchange", "momenta", "--optimizer", "qadam"]),
+    (USAGE, ["first-steps", "only where momenta"], ["--first-steps", 5]),
+    (USAGE, ["exchange"], ["--exchange", "weights"]),
     (IO, ["cannot be made"], ["--checkpoint", "/dev/null/here"]),
     (IO, ["/nowhere", "train-images", "dataset-fashion-mnist"], ["--data", "/nowhere"]),
     (IO, ["train.csv", "ag_news_csv"], ["--task", "ag-news"]),

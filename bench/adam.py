@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Transformers with AdamW under compression: the validation loss of a small GPT, over that of fp32.
+
+    python3 bench/adam.py --data TEXT --out DIR [--size small|middle] [--seeds 3] [--jobs 1] [options of gradwire compare]
+
+TEXT is any UTF-8 file. `small` has 0.8 million parameters, for a CPU; `middle` has 10.7 million, for a GPU. Both ways
+are compressed (--collective scatter). Options that this script does not know are passed on to `gradwire compare`.
+Finished runs in DIR are not repeated, and DIR/report.html shows the loss curves.
+
+A row has the mean over seeds of the last validation loss, its ratio to that of fp32 paired by seed with the standard
+error, the bits per element that a worker sends up with everything counted (the exact first step, the steps of the
+warm-up, pooled moments), and the megabytes that one worker sends.
+"""
+
+import argparse
+import math
+import shlex
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from paper_tables import Row  # noqa: E402
+from papers import bits, merged, report, runs_of, spread, train, without_places  # noqa: E402
+from rows import Rows  # noqa: E402
+
+COMMON = "--task text --optimizer adamw --workers 4 --rate 0.001 --clip 1 --collective scatter --epochs 1"
+SIZES = {
+    "small": "--model gpt:layers=4,width=128,heads=4 --length 64 --batch 4 --steps 600 --warmup 0.02",
+    "middle": "--model gpt:layers=6,width=384,heads=6 --length 256 --batch 32 --steps 600 --warmup 2 --epochs 100 "
+    "--device cuda",
+}
+GRADIENTS = ("--exchange", "gradients")
+ROWS = [
+    Row("fp32"),
+    Row("bf16"),
+    Row("optquant:bits=3"),
+    Row("casq:bits=2"),
+    Row("dqsgd:budget=3"),
+    Row("optquant:bits=2"),
+    Row("optquant:bits=2,mode=biased"),
+    Row("fft:theta=0.85"),
+    Row("onebit"),
+    Row("topk:ratio=0.03"),
+    Row("casq:bits=2", options=GRADIENTS),
+    Row("fft:theta=0.85", options=GRADIENTS),
+    Row("onebit", options=GRADIENTS),
+    Row("topk:ratio=0.03", options=GRADIENTS),
+]
+
+
+def loss(run):
+    return run["epochs"][-1]["test_loss"]
+
+
+def show(found, record, command):
+    print("| codec | exchanges | bits up | validation loss | over fp32 | MB sent by one worker |\n|---|---|---|---|---|---|")
+    for row in ROWS:
+        runs = found[row.label]
+        if not runs:
+            continue
+        one = next(iter(runs.values()))
+        what = "momenta" if ", momenta" in one["codec"] else "gradients"
+        losses = [loss(run) for run in runs.values()]
+        size = statistics.fmean(map(bits, runs.values()))
+        sent = statistics.fmean(run["epochs"][-1]["bytes_sent"] for run in runs.values()) / 1e6
+        ratios = [loss(run) / loss(found["fp32"][seed]) for seed, run in runs.items() if seed in found["fp32"]]
+        error = spread(ratios) / math.sqrt(len(ratios))
+        note = (f"{row.codec}; exchanges {what}; {len(runs)} seeds; standard deviation {spread(losses):.4f}; "
+                f"{size:.3f} bits per element")
+        record.add(command, "validation_loss", statistics.fmean(losses), "1", note=note)
+        ratio = ""
+        if row.label != "fp32":
+            ratio = f"{statistics.fmean(ratios):.4f} +- {error:.4f}"
+            record.add(command, "validation_loss_over_fp32", statistics.fmean(ratios), "1",
+                       note=f"{row.codec}; exchanges {what}; paired; standard error {error:.4f}")
+        print(f"| `{row.codec}` | {what} | {size:.2f} | {statistics.fmean(losses):.4f} | {ratio} | {sent:.0f} |")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="trainings that run side by side")
+    parser.add_argument("--machine", help="its name in results.csv, if it is not this one")
+    parser.add_argument("--show", action="store_true", help="train nothing: make the table of the runs that are there")
+    parser.add_argument("--dry-run", action="store_true", help="show the rows, do not append them to results.csv")
+    arguments, passed = parser.parse_known_args()
+    options = merged(shlex.split(COMMON), shlex.split(SIZES[arguments.size]), passed)
+    if not arguments.show:
+        train(ROWS, options, arguments.seeds, arguments.out, arguments.jobs)
+    report(ROWS, arguments.out)
+    record = Rows("cuda" if "cuda" in options else "cpu", arguments.machine)
+    rest = shlex.join(without_places(passed))
+    show(runs_of(ROWS, arguments.out), record, f"python3 bench/adam.py --size {arguments.size} --out DIR {rest}".rstrip())
+    record.append(arguments.dry_run)
+
+
+if __name__ == "__main__":
+    main()
