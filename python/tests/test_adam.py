@@ -367,7 +367,7 @@ def an_inf_of_one_element(rank: Rank) -> Any:
     """The limit of an update must not hide an Inf."""
     ddp = DDP(nn.Linear(64, 64, bias=False), process_group=rank.group)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
-    hook = gw.compress(ddp, "onebit", optimizer=optimizer, warmup=0)
+    gw.compress(ddp, "onebit", optimizer=optimizer, warmup=0)
     seen = []
     for value in (1.0, 1.0, float("inf"), -float("inf"), float("nan"), 3e38):
         optimizer.zero_grad()
@@ -414,7 +414,7 @@ def unused(rank: Rank, to_none: bool) -> Any:
     their momentum decays, as with torch's Adam."""
     ddp = DDP(Branches(), process_group=rank.group, find_unused_parameters=True)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-2, weight_decay=0.01)
-    hook = gw.compress(ddp, "topk:ratio=0.1", optimizer=optimizer, warmup=0)
+    gw.compress(ddp, "topk:ratio=0.1", optimizer=optimizer, warmup=0)
     moved = []
     for step in range(8):
         ddp.module.use_b = step not in (2, 3, 5) or (step == 3 and rank.rank == 0)

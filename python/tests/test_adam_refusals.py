@@ -168,7 +168,6 @@ def refused(rank: Rank, how: str) -> Any:
     ddp = DDP(network(), process_group=rank.group)
     parameters: Any = list(ddp.parameters())
     optimizer: Any
-    options: dict[str, Any] = {}
     if how == "sgd":
         optimizer = torch.optim.SGD(parameters, lr=0.1)
     elif how == "sgd on one rank":
