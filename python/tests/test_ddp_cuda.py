@@ -77,6 +77,33 @@ def test_gloo_with_several_ranks_on_a_gpu_gives_the_bits_of_the_cpu(ranks: Ranks
         assert all(equal(x, y) for x, y in zip(a[0], b[0])) and a[1:] == b[1:]
 
 
+def with_adam(rank: Rank, device: str, codec: str, down: str, fused: bool) -> Any:
+    ddp = DDP(Given().to(device), process_group=rank.group, bucket_cap_mb=0.1)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3, fused=fused)
+    hook = gw.compress(ddp, codec, optimizer=optimizer, warmup=2, down=down)
+    for step in range(8):
+        optimizer.zero_grad()
+        ddp(given(rank, step, device)).backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 10.0)
+        optimizer.step()
+    moments = [optimizer.state[p][name].cpu() for p in ddp.parameters() for name in ("exp_avg", "exp_avg_sq")]
+    return [p.detach().cpu() for p in ddp.parameters()], moments, hook.stats()["optimizer"]["phase"]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_adams_momentum_is_exchanged_on_a_gpu_as_on_a_cpu(ranks: Ranks, nccl: Ranks, backend: str, fused: bool) -> None:
+    pool, world = (ranks, 3) if backend == "gloo" else (nccl, 1)
+    cpu = ranks.run(world, with_adam, "cpu", "topk:ratio=1", "fp32", fused)
+    gpu = pool.run(world, with_adam, "cuda:0", "topk:ratio=1", "fp32", fused)
+    for (weights, _, phase), (others, _, _) in zip(cpu, gpu):
+        # Second moments may be pooled in another type, and a GPU rounds a quotient differently.
+        assert phase == "compressed" and all(torch.allclose(a, b, atol=1e-4) for a, b in zip(weights, others))
+    lossy = pool.run(world, with_adam, "cuda:0", "onebit", "optquant:bits=4", fused)
+    for weights, moments, _ in lossy:
+        assert equal(weights, lossy[0][0]) and equal(moments, lossy[0][1])
+
+
 def skipping(rank: Rank) -> Any:
     ddp = DDP(network().cuda(), process_group=rank.group)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=2)

@@ -4,7 +4,7 @@ link: while one is being sent the next one is encoded, and many short exchanges 
 """
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Callable, Sequence
 
 import torch
 
@@ -45,6 +45,11 @@ def split(tensors: tuple[int, ...], counts: list[int], model: "_core.ModelCoder"
     return chunks + ([(tuple(open_chunk), 0, 1)] if open_chunk else [])
 
 
+def used_flags(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """1 for each gradient that is not all zeros."""
+    return torch.stack([gradient.count_nonzero() for gradient in gradients]).clamp_(max=1).to(torch.uint8)
+
+
 class Chunk(CodingTask):
     """One of DDP's buckets, or a part of it: the BucketTask that the transport runs."""
 
@@ -54,12 +59,14 @@ class Chunk(CodingTask):
         )
         self.hook, self.chunk = hook, chunk
         self.future: "torch.futures.Future[torch.Tensor] | None" = None
+        self.settle: Callable[[], None] | None = None  # what remains to be done with a bucket when its chunks are done
+        self.used: torch.Tensor | None = None  # which gradients are not zero, where they were replaced since
 
     def load(self, buffer: torch.Tensor, gradients: list[torch.Tensor], first: bool, last: bool) -> None:
         """The gradients of this step. `first` and `last` say whether the chunk begins or ends the step."""
         self.buffer, self.gradients, self.first, self.last = buffer, gradients, first, last
         self.pointers = [gradient.data_ptr() for gradient in gradients]
-        self.loss_scale = self.hook._scale() if first else 1.0
+        self.loss_scale = self.hook._scale_on_wire() if first else 1.0
         self.sent = 0
         if self.stream is not None:
             self.wait_for(torch.cuda.current_stream(self.device))
@@ -81,11 +88,13 @@ class Chunk(CodingTask):
         """With find_unused_parameters: which parameters no rank has used in this step. DDP discards their result, so
         their residual must not become a part of it. This costs a small all-reduce per bucket, as DDP's own search
         does."""
-        ddp = self.hook._ddp()
-        if ddp is None or not ddp.find_unused_parameters or ddp.static_graph:
+        if not self.hook._searches_unused():
             return []
-        used = torch.stack([gradient.count_nonzero() for gradient in self.gradients]).clamp_(max=1).to(torch.uint8)
-        return [1 - flag for flag in self.transport.any_rank(used)]
+        used = used_flags(self.gradients) if self.used is None else self.used
+        unused = [1 - flag for flag in self.transport.any_rank(used)]
+        if self.hook._momentum is not None:
+            self.hook._momentum.idle.update(tensor for tensor, flag in zip(self.tensors, unused) if flag)
+        return unused
 
     def reduce(self, received: torch.Tensor) -> Exchange | None:
         with self.on_stream():
@@ -105,6 +114,9 @@ class Chunk(CodingTask):
                 with self.measure("decode", "end"):
                     here = self.to_device("down", received)
                     self.coder.decode_down(here.data_ptr(), here.numel(), self.pointers)
+            if self.settle is not None:
+                self.settle()
+                self.settle = None
             if self.last:
                 self.hook._end(self.hook._used)
             if self.future is not None:

@@ -13,7 +13,7 @@ from .._errors import UnsupportedError, UsageError
 from ._hook import Hook
 
 _ONLY = {
-    "DDP": ("down", "method", "owner_feedback", "warmup", "measure_every", "guard", "timeout"),
+    "DDP": ("down", "method", "owner_feedback", "warmup", "measure_every", "guard", "timeout", "optimizer"),
     "FSDP2": ("weights",),
 }
 
@@ -22,6 +22,7 @@ def compress(
     model: nn.Module,
     codec: "str | _core.Codec | _core.Rules | None",
     *,
+    optimizer: "torch.optim.Optimizer | None" = None,
     weights: "str | _core.Codec | _core.Rules | None" = None,
     down: "str | _core.Codec | _core.Rules | None" = None,
     method: str | None = None,
@@ -66,12 +67,18 @@ def compress(
 
     Only for DDP:
 
+    optimizer: the torch.optim.Adam or AdamW that trains the model. With a codec that has error feedback, ranks then
+        exchange Adam's momentum in units of the update, and p.grad is the averaged momentum, not the averaged gradient;
+        the optimizer's step is replaced by one that knows this, until `hook.remove()`. The training loop, schedulers
+        and the GradScaler stay as they are. With a codec without error feedback gradients are exchanged as ever, and
+        the optimizer is left alone.
     down: codec or rules for the reduced gradients on their way back to all ranks. Default: as `codec`, rounded to
-        nearest.
+        nearest; where momentum is exchanged, "optquant:bits=4".
     method: "scatter" (default): every rank reduces a shard and sends the result, so bytes do not grow with the number
         of ranks. "gather": every rank receives the messages of all ranks, as most papers describe it.
     owner_feedback: feedback for the way back. Default: True.
-    warmup: the number of first steps that are sent uncompressed. Default: 0.
+    warmup: the number of first steps that are sent uncompressed. Default: 0. Where momentum is exchanged, only the very
+        first step is sent uncompressed, and the others use "qsgd:bits=4"; the default is a tenth of `steps`, or 200.
     measure_every: every so many steps the error of each parameter is measured: `stats()["parameters"]`. Default: 0,
         never.
     guard: a limit for that squared relative error, ||x - x'||^2 / ||x||^2. A parameter that exceeds it on any rank is
@@ -93,7 +100,7 @@ def compress(
     }  # fmt: skip
     specific = {
         "weights": weights, "down": down, "method": method, "owner_feedback": owner_feedback, "warmup": warmup,
-        "steps": steps, "measure_every": measure_every, "guard": guard, "timeout": timeout,
+        "steps": steps, "measure_every": measure_every, "guard": guard, "timeout": timeout, "optimizer": optimizer,
     }  # fmt: skip
     options |= {name: value for name, value in specific.items() if value is not None}
     if kind == "DDP":

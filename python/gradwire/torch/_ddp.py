@@ -6,6 +6,7 @@ its buckets after the first step, and a resumed job starts with other buckets, a
 
 # No `from __future__ import annotations`: DDP compares the annotations of a communication hook with its own types.
 
+import functools
 import struct
 import time
 import weakref
@@ -17,13 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _arrays, _core
 from .._errors import UnsupportedError, UsageError
-from . import _hook, _state
+from . import _hook, _optimizers, _state
+from ._adam import DOWN_CODEC, WARMUP_CODEC, Momentum, default_warmup
 from ._agree import Handshake, agreed
-from ._chunks import CHUNK, FINE_CHUNK, SLOW, Chunk, ChunkKey, split
+from ._chunks import CHUNK, FINE_CHUNK, SLOW, Chunk, ChunkKey, split, used_flags
 from ._compress import refuse_foreign
 from ._hook import DTYPES, Hook
 from ._meters import Meters
-from ._rules import check_patterns, rules_of
+from ._rules import check_patterns, rules_of, with_codec
 from ._task import Times, core_device
 from ._transport import Transport, never_free
 
@@ -95,7 +97,7 @@ def attach(ddp: DistributedDataParallel, codec: Any, options: dict[str, Any]) ->
                 field="model",
             )
         hook = DdpHook(ddp, codec, options)
-        return hook, hook._handshake()
+        return hook, hook._handshake() + hook._optimizer_terms
 
     hook = agreed(group, "compress", prepare, _hook.valid_timeout(options.get("timeout")))
     hook._connect()
@@ -111,6 +113,9 @@ def attach(ddp: DistributedDataParallel, codec: Any, options: dict[str, Any]) ->
     hook._slot = weakref.ref(slot)
     if hook._scaler is not None:
         hook._handles.append(ddp.register_forward_pre_hook(slot.before_forward))
+    if hook._momentum is not None:
+        hook._momentum.attach()
+    hook._watch_optimizers()
     return hook
 
 
@@ -192,7 +197,23 @@ class DdpHook(Hook):
             "world": self._world,
             "device": core_device(self._device, self._stream, self._threads),
         }
-        self._use(*self._model_for(codec, given.get("down")))
+        self._feedback = feedback
+        self._momentum: Momentum | None = None
+        self._watch: _optimizers.Watch | None = None
+        self._optimizer_terms: Handshake = []
+        optimizer = given.get("optimizer")
+        self._optimizer_kind = type(optimizer).__name__ if optimizer is not None else "none"
+        if optimizer is not None:
+            slot = _SLOTS.get(ddp)
+            groups = _optimizers.check(optimizer, named, ddp.module, slot.hook if slot is not None else None)
+            self._optimizer_terms = _optimizers.handshake(optimizer, named)
+            if self._uses_feedback(rules_of(codec, self._min_elements)):
+                self._momentum = Momentum(self, optimizer, named, groups)
+                if "warmup" not in given:
+                    self._options["warmup"] = default_warmup(self._model_options["steps"])
+        self._warm = self._momentum is not None and self._options["warmup"] > 0
+        made = self._model_for(codec, given.get("down"))  # also where it is used only later: it may be refused
+        self._use(*(self._model_for(codec, given.get("down"), self._warm) if self._warm else made))
         self._skipped_before = 0  # by models of earlier codecs
         self._times = Times()
         self._meters = Meters(self._names, [p.numel() for p in self._parameters], self._options["measure_every"], guard)
@@ -201,24 +222,46 @@ class DdpHook(Hook):
         self._chunk_elements = CHUNK
         self._began = 0.0
 
-    def _model_for(self, codec: Any, down: Any) -> tuple[str, Any, "_core.ModelCoder"]:
-        """The rules for gradients, `down` as it was given, and a coder for both."""
+    def _model_for(self, codec: Any, down: Any, warm: bool = False) -> tuple[str, Any, "_core.ModelCoder"]:
+        """The rules for gradients, `down` as it was given, and a coder for both. `warm`: for the warm-up of an exchange
+        of momentum."""
         up = rules_of(codec, self._min_elements)
         check_patterns(up, self._names, "parameter")
         down_rules = ""
         if down is not None:
             down_rules = rules_of(down, self._min_elements, "down")
             check_patterns(down_rules, self._names, "parameter", "down")
+        elif self._momentum is not None and self._model_options["method"] == "scatter":
+            down_rules = with_codec(up, self._keeps_residual, DOWN_CODEC)
+        options, sent = self._model_options, up
+        if warm:
+            sent = with_codec(up, self._keeps_residual, WARMUP_CODEC)
+            options = options | {"feedback": "off"}
+            if options["owner_feedback"] == "off":
+                options["residual"] = "f32"  # there are none, and their type must not be chosen then
         tensors = [(name, p.numel(), DTYPES[p.dtype], p.dim()) for name, p in zip(self._names, self._parameters)]
-        return up, down, _core.ModelCoder(tensors, up=up, down=down_rules, **self._model_options)
+        return up, down, _core.ModelCoder(tensors, up=sent, down=down_rules, **options)
+
+    def _keeps_residual(self, codec: "_core.Codec") -> bool:
+        return not codec.lossless and (codec.feedback if self._feedback is None else self._feedback)
+
+    def _uses_feedback(self, up: str) -> bool:
+        return any(self._keeps_residual(codec) for codec in self._codecs(up))
+
+    def _codecs(self, rules: str) -> "list[_core.Codec]":
+        """The codec of each parameter."""
+        chosen = _core.Rules(rules)
+        return [chosen.codec_for(name, p.dim(), p.numel()) for name, p in zip(self._names, self._parameters)]
+
+    def _watch_optimizers(self) -> None:
+        if self._optimizer_kind == "none" and self._watch is None and self._uses_feedback(self.codec):
+            self._watch = _optimizers.Watch(self)
 
     def _use(self, codec: str, down: Any, model: "_core.ModelCoder") -> None:
         self.codec, self._down, self._model = codec, down, model
-        rules = _core.Rules(codec)
+        exact = all(str(one) == "fp32" for one in self._codecs(codec))
         # Every codec is fp32: the process group's own all-reduce gives the bits of plain DDP.
-        self._plain = down is None and all(
-            str(rules.codec_for(name, p.dim(), p.numel())) == "fp32" for name, p in zip(self._names, self._parameters)
-        )
+        self._plain = exact and down is None and self._momentum is None
 
     def __repr__(self) -> str:
         elements = sum(self._meters.elements)
@@ -226,8 +269,10 @@ class DdpHook(Hook):
         size = f"{len(self._names)} parameters, {elements} elements"
         return f"<DdpHook '{self.codec}' for {size}, on {self._world} ranks, at step {self.step}{removed}>"
 
-    def _handshake(self, model: "_core.ModelCoder | None" = None) -> Handshake:
-        terms = list((model or self._model).handshake())
+    def _handshake(self, model: "_core.ModelCoder | None" = None, codec: str | None = None) -> Handshake:
+        terms = [*(model or self._model).handshake(), ("optimizer", self._optimizer_kind)]
+        if self._momentum is not None:
+            terms.append(("codec", codec or self.codec))  # the model may be that of the warm-up
         terms += [(name, str(self._options[name])) for name in ("warmup", "measure_every", "guard")]
         terms.append(("device", self._device.type))
         return terms + [("strides", f"{name}: {tuple(p.stride())}") for name, p in zip(self._names, self._parameters)]
@@ -245,6 +290,10 @@ class DdpHook(Hook):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._watch is not None:
+            self._watch.remove()
+        if self._momentum is not None:
+            self._momentum.detach()
         self._chunks.clear()
         self._release()  # at most once
 
@@ -261,19 +310,43 @@ class DdpHook(Hook):
             if self._slot is None:
                 raise UsageError("the hook was removed; call compress to begin again", field="hook")
             self._synchronize()
-            made = self._model_for(codec, self._down if down is None else down)
-            return made, [("step", str(self.step)), *self._handshake(made[2])]
+            new_down = self._down if down is None else down
+            made = self._model_for(codec, new_down)
+            if self._optimizer_kind != "none" and self._momentum is None and self._uses_feedback(made[0]):
+                raise UsageError(
+                    f"'{self.codec}' has no error feedback, so gradients are exchanged, and the optimizer was left "
+                    "alone; call compress again to begin with a codec that has it",
+                    field="codec",
+                )
+            if self._warm:
+                made = self._model_for(codec, new_down, warm=True)
+            return made, [("step", str(self.step)), *self._handshake(made[2], made[0])]
 
-        up, new_down, model = agreed(self._group, "set_codec", prepare, self._timeout)
+        self._change_to(*agreed(self._group, "set_codec", prepare, self._timeout))
+        self._watch_optimizers()
+
+    def _change_to(self, codec: str, down: Any, model: "_core.ModelCoder") -> None:
+        """Takes a model over, with what the present one has kept."""
         state, dropped = _state.carried(self._model.state(), model.state(), self._model_options["residual"])
         model.restore(state)
         self._replace_model(model)
-        self._use(up, new_down, model)
+        self._use(codec, down, model)
         self._meters.errors.clear()
         _state.log_dropped(dropped)
 
-    def _fresh_model(self) -> "_core.ModelCoder":
-        return self._model_for(self.codec, self._down)[2]
+    def _follow_phase(self) -> None:
+        """After a step of the optimizer: the user's codec takes over when the warm-up ends."""
+        if self._warm and self._momentum is not None and not self._is_warm(self._momentum.taken):
+            self._synchronize()
+            self._warm = False
+            self._change_to(*self._model_for(self.codec, self._down))
+
+    def _is_warm(self, taken: int) -> bool:
+        """Whether the exchange of momentum is in its warm-up after so many steps."""
+        return self._momentum is not None and taken < self._options["warmup"]
+
+    def _fresh_model(self, taken: int = 0) -> "_core.ModelCoder":
+        return self._model_for(self.codec, self._down, self._is_warm(taken))[2]
 
     def _replace_model(self, model: "_core.ModelCoder") -> None:
         """Between two steps."""
@@ -300,8 +373,16 @@ class DdpHook(Hook):
             devices=[self._device] if self._stream else None
         )
         result = done.then(lambda future: future.value())  # raises in a way that DDP understands
+        if self._watch is not None and self._watch.is_over():
+            self._watch = None
         tensors = tuple(self._index[id(parameter)] for parameter in bucket.parameters())
         gradients = bucket.gradients()
+        used: torch.Tensor | None = None
+        if self._momentum is not None:
+            if bucket.index() == 0:
+                self._momentum.begin(self._scale())
+            used = used_flags(gradients) if self._searches_unused() else None
+            self._momentum.put(tensors, gradients)
         keys = split(
             tensors, self._meters.elements, self._model, 0 if self._transport.on_streams else self._chunk_elements
         )
@@ -310,8 +391,12 @@ class DdpHook(Hook):
         for key in keys:
             if key not in self._chunks:
                 self._chunks[key] = Chunk(self, *key)
-            chunk = self._chunks[key]
+        chunks = [self._chunks[key] for key in keys]
+        if self._momentum is not None:
+            chunks[-1].settle = functools.partial(self._settle, chunks, tensors, gradients)
+        for key, chunk in zip(keys, chunks):
             at = tensors.index(key[0][0])
+            chunk.used = used[at : at + len(key[0])] if used is not None else None
             chunk.load(
                 buffer,
                 gradients[at : at + len(key[0])],
@@ -320,7 +405,20 @@ class DdpHook(Hook):
             )
             chunk.future = done if key is keys[-1] else None
             self._transport.submit(chunk)
+        if self._momentum is not None and bucket.is_last():
+            self._momentum.end()
         return result
+
+    def _settle(self, chunks: Sequence[Chunk], tensors: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """In the thread that decodes, on the stream of the last chunk."""
+        for chunk in chunks[:-1]:
+            chunks[-1].wait_for(chunk.stream)
+        assert self._momentum is not None
+        self._momentum.settle(tensors, gradients)
+
+    def _searches_unused(self) -> bool:
+        ddp = self._ddp()
+        return ddp is not None and bool(ddp.find_unused_parameters) and not ddp.static_graph
 
     def _all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
@@ -341,6 +439,10 @@ class DdpHook(Hook):
             return float(value)
         return float(self._scaler.get_scale())
 
+    def _scale_on_wire(self) -> float:
+        """Momentum is exchanged without the loss scale."""
+        return self._scale() if self._momentum is None or self._momentum.is_exact else 1.0
+
     def _prefetch_scale(self) -> None:
         """Before a forward pass. On a GPU the scale lies in device memory; reading it in the middle of the backward
         pass would make the host wait for everything that is enqueued."""
@@ -354,7 +456,8 @@ class DdpHook(Hook):
     def _begin(self, loss_scale: float) -> None:
         """At the first bucket, in the thread that encodes."""
         self._began = time.perf_counter()
-        self._model.begin(self.step, loss_scale=loss_scale, rate=self._rate, exact=self.step < self._options["warmup"])
+        exact = self.step < self._options["warmup"] if self._momentum is None else self._momentum.is_exact
+        self._model.begin(self.step, loss_scale=loss_scale, rate=self._rate, exact=exact)
 
     def _end(self, used: Sequence[Chunk]) -> None:
         """After the last bucket, in the thread that decodes."""
@@ -401,6 +504,9 @@ class DdpHook(Hook):
         "encode" and "decode" (processor time, or wall time if a GPU does the work) and "wait" (for other ranks).
         plan: a line for each codec that plans ahead (dqsgd): the budget, the number of steps it plans with, the bits so
         far. residual_bytes: memory that residuals take. exempt: parameters that the guard has exempted.
+        optimizer: with optimizer= what is exchanged ("momentum" or "gradients"), and for the momentum the phase
+        ("exact", "warm-up" or "compressed"), the number of steps, the step after which second moments are pooled next,
+        how often they were and the bytes of that, and the memory that the exchange takes.
         parameters: for each name "codec", "elements", "bits" and "error": the squared relative error
         ||x - x'||^2 / ||x||^2 of what was sent, or None if it was not measured (see measure_every).
         """
@@ -408,10 +514,16 @@ class DdpHook(Hook):
         up = self._model.codecs("up")
         skipped = self._skipped_before + self._model.skipped()
         report = self._meters.report(self.step, skipped, up, self._world, self._times, self._model.residual_bytes())
-        return report | {"plan": self._model.plans()}
+        report["plan"] = self._model.plans()
+        if self._momentum is not None:
+            report["optimizer"] = self._momentum.report(self._options["warmup"])
+        elif self._optimizer_kind != "none":
+            report["optimizer"] = {"exchange": "gradients"}
+        return report
 
     def state_dict(self, *, gather: str | None = None) -> dict[str, Any]:
-        """What a checkpoint must contain: residuals by parameter name, what codecs have learned, the step.
+        """What a checkpoint must contain: residuals by parameter name, what codecs have learned, the step. Where
+        momentum is exchanged, also this rank's second moments; those that ranks share are in optimizer.state_dict().
 
         gather=None: the state of this rank; save it on every rank.
         gather="all": the states of all ranks, on rank 0; the other ranks get {}. Collective.
@@ -425,7 +537,8 @@ class DdpHook(Hook):
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continues from a state: the one of this rank, one that holds those of all ranks, or a list of the states of
         all ranks. If the number of ranks has changed, the states of all ranks are needed; their residuals are
-        redistributed, so that their mean stays the same. Collective."""
+        redistributed, so that their mean stays the same. Collective. Where momentum is exchanged, the state of the
+        optimizer is loaded from the same checkpoint, before or after this one."""
         self._synchronize()
         _state.load(self, state)
 

@@ -55,6 +55,11 @@ class Meters:
     def sent(self, count: int) -> None:
         self.bytes.add(count)
 
+    def sent_after_step(self, count: int) -> None:
+        """Bytes that belong to the last step, sent after its end."""
+        self.bytes.last += count
+        self.bytes.total += count
+
     def measure(self, chunk: "Chunk", send: torch.Tensor) -> None:
         """After a chunk was encoded: compares what its messages decode to with its gradients."""
         if not self.due:

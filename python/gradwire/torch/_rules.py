@@ -3,7 +3,7 @@
 pattern that matches decides. Users give either; hooks work with rules.
 """
 
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable
 
 from .. import _core
 from .._errors import UsageError
@@ -31,6 +31,15 @@ def rules_of(codec: Any, min_elements: int, field: str = "codec") -> str:
 def written_out(rules: str) -> str:
     """The core writes a single rule as its codec alone."""
     return rules if ";" in rules else f"*={rules}"
+
+
+def with_codec(rules: str, chosen: Callable[["_core.Codec"], bool], codec: str) -> str:
+    """The rules with `codec` in the place of every codec that is `chosen`."""
+    changed = []
+    for rule in rules.split(";"):
+        pattern, _, spec = rule.partition("=")
+        changed.append(f"{pattern}={codec}" if chosen(_core.Codec(spec)) else rule)
+    return ";".join(changed)
 
 
 def check_patterns(rules: str, names: Iterable[str], what: str, field: str = "codec") -> None:

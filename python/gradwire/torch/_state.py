@@ -7,10 +7,16 @@ people can read:
      "ranks": {"2": {"up": {parameter: tensor},            # residuals of the gradients of rank 2
                      "down": {"parameter@first": tensor}}}}  # residuals of the means it owns, from `first` on
 
+Where Adam's momentum is exchanged (_adam.py) residuals are in units of the update, and there is more:
+
+     "adam": {"taken": 120, "next_pool": 154,              # steps that were applied, and when moments are pooled next
+              "counts": {parameter: int64 tensor of 4}},   # steps, updates of s, of q, of s at the last pooling
+     "ranks": {"2": {..., "q": {parameter: tensor}, "s": {parameter: tensor}}}
+
 A state holds one rank or all of them. Keys differ between ranks, so a distributed checkpoint to which every rank writes
 holds them all. When the number of ranks changes, residuals are redistributed so that their sum, in units of the mean
 gradient, stays the same: every new rank gets the mean of the old ranks' residuals, and those of the owners go to the
-new owners.
+new owners. Every new rank gets the mean of the old ranks' s, and begins with a q of zero.
 """
 
 import logging
@@ -26,6 +32,7 @@ from .._errors import Error, UsageError
 from ._agree import agreed
 
 if TYPE_CHECKING:
+    from ._adam import Momentum
     from ._ddp import DdpHook
 
 FORMAT = 1
@@ -59,6 +66,9 @@ def save(hook: "DdpHook", gather: str | None) -> State:
     dtype = hook._options["residual"]
     feedback = hook._model.state()
     ranks = {str(rank): _ranks_part(feedback, dtype)}
+    momentum = hook._momentum
+    if momentum is not None:
+        ranks[str(rank)] |= _own_moments(momentum)
     if gather is not None:
         every: list[State | None] | None = [None] * hook._world if rank == 0 else None
         dist.gather_object(ranks, every, dst=dist.get_global_rank(hook._group, 0), group=hook._group)
@@ -74,11 +84,35 @@ def save(hook: "DdpHook", gather: str | None) -> State:
         "learned": byte_tensors(feedback.extra()),
         "ranks": ranks,
     }
+    if momentum is not None:
+        state["adam"] = {
+            "taken": momentum.taken,
+            "next_pool": momentum.next_pool,
+            "counts": {name: torch.tensor(counts) for name, counts in zip(momentum.names, momentum.counts)},
+        }
     if gather == "merged":
         every_feedback = [feedback_of(ranks[str(r)], _name(dtype)) for r in range(hook._world)]
         one = _core.ErrorFeedback.redistribute(every_feedback, 1)[0]
         state["world"], state["ranks"] = 1, {"0": _ranks_part(one, dtype)}
+        if momentum is not None:
+            s = _mean_of_ranks(ranks)
+            state["ranks"]["0"] |= {"q": {name: torch.zeros_like(values) for name, values in s.items()}, "s": s}
+            for counts in state["adam"]["counts"].values():
+                counts[2] = 0
     return state
+
+
+def _own_moments(momentum: "Momentum") -> State:
+    return {
+        kind: {name: values.detach().cpu().clone() for name, values in zip(momentum.names, tensors)}
+        for kind, tensors in (("q", momentum.q), ("s", momentum.s))
+    }
+
+
+def _mean_of_ranks(ranks: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The mean of all ranks' s, added in the order of the ranks, so that all find the same bits."""
+    parts = [ranks[str(rank)]["s"] for rank in range(len(ranks))]
+    return {name: torch.stack([part[name].double() for part in parts]).mean(0).float() for name in parts[0]}
 
 
 def byte_tensors(extra: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
@@ -115,6 +149,8 @@ def merged(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> State:
     merged["learned"], merged["exempt"] = merged.get("learned", {}), merged.get("exempt", [])
     if not isinstance(merged["learned"], Mapping) or not isinstance(merged["exempt"], (list, tuple)):
         raise UsageError("the state is damaged: 'learned' is not a dict, or 'exempt' is not a list", field="learned")
+    if "adam" in merged:
+        merged["adam"] = _adam_counters(merged["adam"])
     for name, values in merged["learned"].items():
         if not isinstance(name, str):
             raise UsageError(f"the state is damaged: {name!r} is not the name of a codec", field="learned")
@@ -122,6 +158,24 @@ def merged(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> State:
         if values.dtype != torch.uint8 or values.dim() != 1:
             raise UsageError(f"the state is damaged: what codecs have learned for '{name}' is not bytes", field=name)
     return merged
+
+
+def _adam_counters(adam: Any) -> State:
+    if not isinstance(adam, Mapping) or not isinstance(adam.get("counts"), Mapping):
+        raise UsageError("the state is damaged: 'adam' has no counts by parameter name", field="adam")
+    counts = {}
+    for name, values in adam["counts"].items():
+        _tensor(values, f"the counts of parameter '{name}'", str(name))
+        if values.dtype != torch.int64 or values.shape != (4,) or bool((values < 0).any()):
+            raise UsageError(
+                f"the state is damaged: the counts of parameter '{name}' are not 4 numbers, 0 or more", field=str(name)
+            )
+        counts[name] = [int(value) for value in values]
+    return {
+        "taken": _number(adam.get("taken"), "taken", 0),
+        "next_pool": _number(adam.get("next_pool"), "next_pool", 0),
+        "counts": counts,
+    }
 
 
 def _number(value: Any, field: str, least: int) -> int:
@@ -142,7 +196,7 @@ def _residuals(rank: Any, part: Any) -> State:
     """The residuals of one rank. A NaN in a residual would make every later step invalid, on all ranks, so it is
     refused here."""
     # A checkpoint keeps no empty dicts, so either direction may be missing.
-    checked: State = {"up": {}, "down": {}}
+    checked: State = {"up": {}, "down": {}, "q": {}, "s": {}}
     for direction in checked:
         if not isinstance(part, Mapping) or not isinstance(part.get(direction, {}), Mapping):
             raise UsageError(f"the state is damaged: rank {rank} has no residuals by parameter name", field="ranks")
@@ -153,11 +207,11 @@ def _residuals(rank: Any, part: Any) -> State:
                 raise UsageError(
                     f"the state is damaged: '{name}' is not the name of a {direction} residual", field="ranks"
                 )
-            _tensor(values, f"the {direction} residual of parameter '{name}' of rank {rank}", name)
+            what = f"{direction} of" if direction in ("q", "s") else f"the {direction} residual of"
+            _tensor(values, f"{what} parameter '{name}' of rank {rank}", name)
             if not values.is_floating_point() or not bool(torch.isfinite(values).all()):
                 raise UsageError(
-                    f"the {direction} residual of parameter '{name}' of rank {rank} is not finite: it contains a NaN "
-                    "or an Inf",
+                    f"{what} parameter '{name}' of rank {rank} is not finite: it contains a NaN or an Inf",
                     field=name,
                 )
     return checked
@@ -205,7 +259,7 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     rank, world = dist.get_rank(hook._group), hook._world
     dtype = _name(hook._options["residual"])
 
-    def prepare() -> tuple[tuple[State, "_core.ModelCoder"], list[tuple[str, str]]]:
+    def prepare() -> tuple[tuple[State, State, "_core.ModelCoder"], list[tuple[str, str]]]:
         whole = merged(state)
         then, ranks = whole["world"], whole["ranks"]
         if then == world:
@@ -228,7 +282,12 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
                 )
             moved = _core.ErrorFeedback.redistribute([feedback_of(ranks[str(r)], dtype) for r in range(then)], world)
             part = _ranks_part(moved[rank], torch.float32)
-        current = hook._model.state()
+            part |= {"q": {}, "s": _mean_of_ranks(ranks) if "adam" in whole else {}}
+        adam = _adam_for(hook, whole, part)
+        # Only a codec can say whether what it has learned makes sense. It says so to a coder of its own, so that a
+        # state that is refused changes nothing.
+        model = hook._fresh_model(adam["taken"])
+        current = model.state()
         _check(part, current)
         feedback = feedback_of(part, dtype)
         for name, values in whole["learned"].items():
@@ -239,19 +298,58 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
             raise UsageError(
                 f"the state exempts parameter '{unknown[0]}', which this model does not have", field="exempt"
             )
-        # Only a codec can say whether what it has learned makes sense. It says so to a coder of its own, so that a
-        # state that is refused changes nothing.
-        model = hook._fresh_model()
         model.restore(feedback)
         learned = {name: zlib.crc32(bytes_of(values)) for name, values in sorted(whole["learned"].items())}
         handshake = {"step": whole["step"], "world": then, "learned": learned, "exempt": whole["exempt"]}
-        return (whole, model), [(field, str(value)) for field, value in handshake.items()]
+        handshake |= {name: adam[name] for name in ("taken", "next_pool", "counts")}
+        return (whole, adam, model), [(field, str(value)) for field, value in handshake.items()]
 
-    whole, model = agreed(hook._group, "load_state_dict", refusing(prepare), hook._timeout)
+    whole, adam, model = agreed(hook._group, "load_state_dict", refusing(prepare), hook._timeout)
     hook.step = whole["step"]
     hook._meters.steps = hook.step
     hook._meters.exempt = [hook._names.index(name) for name in whole["exempt"]]
     hook._replace_model(model)
+    hook._warm = hook._is_warm(adam["taken"])
+    if hook._momentum is not None:
+        hook._momentum.restore(adam)
+
+
+def _adam_for(hook: "DdpHook", whole: Mapping[str, Any], part: Mapping[str, Any]) -> State:
+    """What the exchange of momentum continues from, on this rank. The residuals of a state say nothing to a hook that
+    exchanges something else."""
+    momentum = hook._momentum
+    if momentum is None:
+        if "adam" in whole:
+            raise UsageError(
+                "the state was saved by a hook that exchanges Adam's momentum, and its residuals are in units of the "
+                "update; give compress the optimizer",
+                field="optimizer",
+            )
+        return {"taken": 0, "next_pool": 0, "counts": {}}
+    if "adam" not in whole:
+        raise UsageError(
+            "the state was saved by a hook that exchanges gradients, and its residuals are in units of the gradient; "
+            "this hook exchanges Adam's momentum, and can begin without a state",
+            field="optimizer",
+        )
+    adam = dict(whole["adam"])
+    q, s, counts = dict(part["q"]), part["s"], {name: list(some) for name, some in adam["counts"].items()}
+    if not q:
+        q = {name: torch.zeros_like(values) for name, values in s.items()}
+        counts = {name: [steps, updates, 0, pooled] for name, (steps, updates, _, pooled) in counts.items()}
+    for kind, found in (("q", q), ("s", s), ("counts", counts)):
+        for name in sorted(set(momentum.names) ^ set(found)):
+            where = "the state has no" if name in momentum.names else "this model does not have the"
+            raise UsageError(f"{where} {kind} of parameter '{name}'", field=name)
+    for name, parameter in zip(momentum.names, momentum.parameters):
+        for kind, values in (("q", q[name]), ("s", s[name])):
+            if values.shape != parameter.shape:
+                raise UsageError(
+                    f"parameter '{name}' has the shape {tuple(parameter.shape)}; its {kind} in the state has "
+                    f"{tuple(values.shape)}",
+                    field=name,
+                )
+    return adam | {"q": q, "s": s, "counts": counts}
 
 
 def carried(

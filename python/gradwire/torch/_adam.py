@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam that exchanges its momentum. With error feedback a coordinate of a gradient is sent rarely, and then as the sum
+of many steps. Adam's second moment sees such a sum as a spike, and makes the step small. So the residual is kept behind
+the preconditioner: ranks exchange the momentum in units of the update, and second moments come from gradients that were
+never compressed.
+
+For each element, on W ranks, with k steps taken so far:
+
+    m, v        torch's exp_avg and exp_avg_sq: the same bits on all ranks
+    q, s        own to a rank: a short mean of its gradients, and the second moment that it estimates with them
+    den         sqrt(v) / sqrt(1 - beta2^kp) + eps, where kp is the number of steps at the last pooling
+
+    k = 0       gradients are averaged exactly, and the optimizer's own step is taken
+    k > 0       u = clamp((beta1 m + (1 - beta1) g) / den, -10, 10)       g: this rank's gradient
+                m = den * mean of u over all ranks, compressed            what the user finds in p.grad, and may clip
+                w = w (1 - rate * decay) - rate / (1 - beta1^(k + 1)) * m / den
+    follow      q = rho q + (1 - rho) g,  rho = (W - 1) / (W + 1)         q varies as little as a mean over W ranks
+                s = beta2 s + (1 - beta2) (q / (1 - rho^j))^2             j: how often q was updated
+    pool        now and then: v = mean of s over all ranks, at least 1e-4 of its mean over the tensor
+
+A step that is skipped is one in which the optimizer's step is not called: it changes none of these. Adam's decay (which
+is not that of AdamW) is added to g.
+"""
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from .._errors import UnsupportedError, UsageError
+from . import _optimizers
+
+if TYPE_CHECKING:
+    from ._ddp import DdpHook
+
+WARMUP_CODEC, DOWN_CODEC = "qsgd:bits=4", "optquant:bits=4"
+_LARGEST = 10.0  # of an update, in units of the learning rate
+_FLOOR = 0.01**2  # of a second moment: a coordinate that was never used must not have a den of eps when it wakes up
+_LONGEST = 128  # steps between two poolings
+_LOOK_FOR_SCALER = 3  # first steps
+
+
+def default_warmup(steps: int) -> int:
+    return steps // 10 if steps else 200
+
+
+def next_pooling(step: int) -> int:
+    """The step after which second moments are pooled next, if they were pooled after `step`."""
+    return max(step + 1, min(step + _LONGEST, 3 * (step + 1) // 2))
+
+
+class Momentum:
+    """The exchange of one optimizer's momentum, for one hook."""
+
+    def __init__(
+        self,
+        hook: "DdpHook",
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.nn.Parameter],
+        groups: list[int],
+    ) -> None:
+        self._hook = weakref.ref(hook)
+        self.optimizer = optimizer
+        self.names, self.parameters, self.groups = list(parameters), list(parameters.values()), groups
+        for name, parameter in parameters.items():
+            if parameter.dtype not in (torch.float32, torch.bfloat16):
+                raise UnsupportedError(
+                    f"parameter '{name}' is {str(parameter.dtype)[6:]}; with optimizer= allowed are float32 and "
+                    "bfloat16, because Adam's second moments need their range",
+                    field="dtype",
+                )
+        self._settings = _optimizers.settings(optimizer)
+        self._owned = self._ids()
+        self._world, self._group = hook._world, hook._group
+        self.rho = (self._world - 1) / (self._world + 1)
+        self.taken = 0  # steps that were applied
+        self.next_pool = 0  # the step after which second moments are pooled
+        self.pooled = False  # whether they were pooled ever: before that, gradients are exchanged exactly
+        self.pools, self.pool_bytes = 0, 0
+        self.pool_dtype: torch.dtype | None = None  # bfloat16 where the process group can add it
+        # For each parameter: steps, updates of s, updates of q, updates of s at the last pooling. They differ only
+        # where parameters were without a gradient in some steps.
+        self.counts = [[0, 0, 0, 0] for _ in self.parameters]
+        self._fresh = True  # the optimizer's state was not looked at yet
+        self._pending = False  # there is a result that no step has used
+        self._scale = 1.0
+        self.idle: set[int] = set()  # parameters that no rank has used in this backward pass
+        self._smallest = min(range(len(self.parameters)), key=lambda i: self.parameters[i].numel())
+        self._norms: dict[int, torch.Tensor] = {}  # of its momentum, in the first steps
+        self._undo: list[Callable[[], None]] = []
+
+    # The life of an exchange.
+
+    def attach(self) -> None:
+        """Takes the optimizer's step, and memory."""
+        self.q, self.s = self._zeros(), self._zeros()
+        self._own, self._den = self._zeros(), self._zeros()
+        # torch's square root, of several threads at its first call, may be inexact on one rank (see "The optimizers are
+        # gradwire's own" in docs/decisions.md). One thread makes that call here.
+        torch.ones(64).sqrt_()
+        self._torch_step = _optimizers.own_step(self.optimizer)
+        self._undo.append(_optimizers.replace_step(self.optimizer, self))
+        me = weakref.ref(self)
+
+        def loaded(_: torch.optim.Optimizer) -> None:
+            momentum = me()
+            if momentum is not None:
+                momentum._fresh = True
+
+        def before_accumulation(_: torch.Tensor) -> None:
+            momentum = me()
+            if momentum is not None:
+                momentum._refuse_second_pass()
+
+        self._undo.append(self.optimizer.register_load_state_dict_post_hook(loaded).remove)
+        self._undo.append(self.parameters[self._smallest].register_hook(before_accumulation).remove)
+
+    def detach(self) -> None:
+        """Gives the optimizer back. Its second moments are those of the last pooling; they are corrected for the steps
+        since then, as the optimizer's own step expects them."""
+        for undo in self._undo:
+            undo()
+        if self._undo and not self._fresh:
+            for i, (steps, _, _, at_pooling) in enumerate(self.counts):
+                beta2 = self._settings[self.groups[i]][1]
+                if at_pooling and "exp_avg_sq" in self._state(i):
+                    self._state(i)["exp_avg_sq"].mul_((1 - beta2**steps) / (1 - beta2**at_pooling))
+        self._undo.clear()
+
+    def _zeros(self) -> list[torch.Tensor]:
+        return [torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for p in self.parameters]
+
+    def _state(self, i: int) -> dict[str, Any]:
+        return self.optimizer.state[self.parameters[i]] if self.parameters[i] in self.optimizer.state else {}
+
+    def _moments(self, which: Sequence[int], name: str) -> list[torch.Tensor]:
+        return [self.optimizer.state[self.parameters[i]][name] for i in which]
+
+    def _moment(self, i: int) -> torch.Tensor:
+        """The momentum, which a parameter that was never used does not have yet."""
+        state = self._state(i)
+        return state["exp_avg"] if "exp_avg" in state else torch.zeros_like(self._own[i])
+
+    def _ids(self) -> list[list[int]]:
+        return [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state that was checked."""
+        self.taken, self.next_pool = state["taken"], state["next_pool"]
+        self.counts = [list(state["counts"][name]) for name in self.names]
+        self.pooled = any(at_pooling for _, _, _, at_pooling in self.counts)
+        for i, name in enumerate(self.names):
+            self.q[i].copy_(state["q"][name])
+            self.s[i].copy_(state["s"][name])
+        self._fresh, self._pending = True, False
+
+    # A backward pass.
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether gradients are exchanged, without compression, in place of the momentum."""
+        return not self.pooled
+
+    def begin(self, scale: float) -> None:
+        """Before the first bucket."""
+        self._scale = scale
+        self.idle = set()
+        if self._fresh:
+            self._adopt()
+
+    @torch.no_grad()
+    def put(self, which: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Keeps the gradients of a bucket, and puts what is exchanged in their place."""
+        for number, some in self._by_group(which):
+            group, (beta1, _, _) = self.optimizer.param_groups[number], self._settings[number]
+            bucket = [gradients[at] for at, i in enumerate(which) if self.groups[i] == number]
+            own = [self._own[i] for i in some]
+            torch._foreach_copy_(own, bucket)
+            if self._scale != 1:
+                torch._foreach_mul_(own, 1 / self._scale)
+            decay = 0.0 if _is_decoupled(self.optimizer, group) else float(group["weight_decay"])
+            if decay:
+                torch._foreach_add_(own, [self.parameters[i] for i in some], alpha=decay)
+            if self.is_exact:
+                continue
+            in_place = all(one.dtype == torch.float32 for one in bucket)
+            u = bucket if in_place else torch._foreach_mul(own, 1.0)
+            if in_place and (decay or self._scale != 1):
+                torch._foreach_copy_(u, own)
+            torch._foreach_lerp_(u, [self._moment(i).float() for i in some], beta1)
+            torch._foreach_div_(u, [self._den[i] for i in some])
+            torch._foreach_clamp_min_(u, -_LARGEST)
+            torch._foreach_clamp_max_(u, _LARGEST)
+            torch._foreach_add_(u, own, alpha=0.0)  # an Inf must not be clamped: it becomes a NaN
+            if not in_place:
+                torch._foreach_copy_(bucket, u)
+
+    def settle(self, which: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """After the last chunk of a bucket: what was exchanged becomes the momentum, in units of the gradient and with
+        the loss scale, as the user expects it in p.grad."""
+        if self.is_exact:
+            return
+        values = [gradient.float() for gradient in gradients]  # a copy only of other types
+        torch._foreach_mul_(values, [self._den[i] for i in which])
+        if self._scale != 1:
+            torch._foreach_mul_(values, self._scale)
+        if any(value is not gradient for value, gradient in zip(values, gradients)):
+            torch._foreach_copy_(list(gradients), values)
+        if self.taken < _LOOK_FOR_SCALER and self._scale == 1:
+            self._norms.update((i, value.norm()) for i, value in zip(which, values) if i == self._smallest)
+
+    def end(self) -> None:
+        """After the last bucket was handed over."""
+        self._pending = True
+
+    def _refuse_second_pass(self) -> None:
+        gradient = self.parameters[self._smallest].grad
+        if self._pending and gradient is not None and bool(gradient.any()):
+            raise UsageError(
+                "a backward pass begins while p.grad holds the averaged momentum of the one before, and a gradient "
+                "cannot be added to that; call optimizer.step() and zero_grad(), or accumulate with ddp.no_sync()",
+                field="gradient",
+            )
+
+    def _adopt(self) -> None:
+        """Before the first backward pass with a state of the optimizer: what it means here."""
+        steps = [int(self._state(i).get("step", 0)) for i in range(len(self.parameters))]
+        if self.pooled:
+            for name, here, (there, *_) in zip(self.names, steps, self.counts):
+                if here != there:
+                    raise UsageError(
+                        f"the optimizer has taken {here} steps with parameter '{name}', and the hook {there}: load the "
+                        "states of both from the same checkpoint, with optimizer.load_state_dict and "
+                        "hook.load_state_dict",
+                        field="step",
+                    )
+        elif any(bool(self._state(i)["exp_avg_sq"].any()) for i, count in enumerate(steps) if count):
+            # The optimizer comes from a training without this exchange: its second moments are what the ranks' own
+            # ones would be.
+            for i, count in enumerate(steps):
+                self.counts[i] = [count, count, 0, count]
+                if count:
+                    self.s[i].copy_(self._state(i)["exp_avg_sq"])
+            self.taken = max(steps)
+            self.next_pool, self.pooled = next_pooling(self.taken - 1), True
+        if self.pooled:
+            self._make_dens()
+        self._fresh = False
+
+    # The step of the optimizer.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_unchanged()
+        applied = [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        if not self._pending:
+            if applied and self.pooled:
+                raise UsageError(
+                    "optimizer.step was called without a backward pass whose result it could use: with optimizer= "
+                    "p.grad must be what the ranks have exchanged since the last step",
+                    field="optimizer",
+                )
+            # Checkpoint tools take such a step to make the optimizer's state.
+            self._torch_step(self.optimizer)
+            self._fresh = True
+            return loss
+        self._pending = False
+        if self.is_exact:
+            self._torch_step(self.optimizer)
+            for i in applied:
+                self.counts[i][0] = int(self._state(i)["step"])
+        else:
+            self._refuse_late(applied)
+            self._look_for_scaler()
+            for number, some in self._by_group(applied):
+                self._update(number, some)
+        for number, some in self._by_group(applied):
+            self._follow(number, some)
+        self.taken += 1
+        if not self.pooled or self.taken > self.next_pool:
+            self._pool()
+        hook = self._hook()
+        if hook is not None:
+            hook._follow_phase()
+        return loss
+
+    def _update(self, number: int, some: Sequence[int]) -> None:
+        group, (beta1, _, _) = self.optimizer.param_groups[number], self._settings[number]
+        rate, decay = float(group["lr"]), float(group["weight_decay"])
+        parameters: list[torch.Tensor] = [self.parameters[i] for i in some]
+        moments = self._moments(some, "exp_avg")
+        for i, parameter, moment in zip(some, parameters, moments):
+            assert parameter.grad is not None
+            if i in self.idle:  # DDP has left its gradient as it was: it is zero on all ranks
+                moment.mul_(beta1)
+            else:
+                moment.copy_(parameter.grad)
+        if decay and _is_decoupled(self.optimizer, group):
+            torch._foreach_mul_(parameters, 1 - rate * decay)
+        for i in some:
+            self.counts[i][0] += 1
+        torch._foreach_add_(self._moments(some, "step"), 1)
+        # Parameters that were left out of some steps have fewer of them than others of their group.
+        for steps in sorted({self.counts[i][0] for i in some}):
+            at = [n for n, i in enumerate(some) if self.counts[i][0] == steps]
+            targets, m, den = [parameters[n] for n in at], [moments[n] for n in at], [self._den[some[n]] for n in at]
+            size = -rate / (1 - beta1**steps)
+            if all(one.dtype == torch.float32 for one in targets + m):
+                torch._foreach_addcdiv_(targets, m, den, value=size)
+            else:
+                torch._foreach_add_(targets, torch._foreach_div([one.float() for one in m], den), alpha=size)
+
+    def _follow(self, number: int, some: Sequence[int]) -> None:
+        """This rank's own second moments."""
+        beta2 = self._settings[number][1]
+        q, s = [self.q[i] for i in some], [self.s[i] for i in some]
+        torch._foreach_mul_(q, self.rho)
+        torch._foreach_add_(q, [self._own[i] for i in some], alpha=1 - self.rho)
+        torch._foreach_mul_(s, beta2)
+        for i in some:
+            self.counts[i][1] += 1
+            self.counts[i][2] += 1
+        for updates in sorted({self.counts[i][2] for i in some}):
+            at = [n for n, i in enumerate(some) if self.counts[i][2] == updates]
+            share = (1 - beta2) / (1 - self.rho**updates) ** 2
+            mean = [q[n] for n in at]
+            torch._foreach_addcmul_([s[n] for n in at], mean, mean, value=share)
+
+    def _pool(self) -> None:
+        sizes = [own.numel() for own in self.s]
+        flat = torch.empty(sum(sizes), dtype=self._dtype_of_pool(), device=self.s[0].device)
+        parts = [part.view(own.shape) for part, own in zip(flat.split(sizes), self.s)]
+        torch._foreach_copy_(parts, self.s)
+        dist.all_reduce(flat, group=self._group)
+        for i, part in enumerate(parts):
+            state = self._state(i)
+            if state:
+                pooled = part.float() / self._world
+                floor = pooled.mean(dtype=torch.float64).mul_(_FLOOR).float()
+                state["exp_avg_sq"].copy_(torch.maximum(pooled, floor))
+                self.counts[i][3] = self.counts[i][1]
+        self.pooled, self.next_pool = True, next_pooling(self.taken - 1)
+        sent = 2 * flat.numel() * flat.element_size() * (self._world - 1) // self._world
+        self.pools, self.pool_bytes = self.pools + 1, self.pool_bytes + sent
+        hook = self._hook()
+        if hook is not None:
+            hook._meters.sent_after_step(sent)
+        self._make_dens()
+
+    def _dtype_of_pool(self) -> torch.dtype:
+        """All ranks find out alike: a process group refuses a type before it sends anything."""
+        if self.pool_dtype is None:
+            self.pool_dtype = torch.float32
+            if self._world > 1:
+                try:
+                    dist.all_reduce(torch.zeros(1, dtype=torch.bfloat16, device=self.s[0].device), group=self._group)
+                    self.pool_dtype = torch.bfloat16
+                except (RuntimeError, TypeError, ValueError):
+                    pass
+        return self.pool_dtype
+
+    @torch.no_grad()
+    def _make_dens(self) -> None:
+        for i, (_, _, _, at_pooling) in enumerate(self.counts):
+            _, beta2, eps = self._settings[self.groups[i]]
+            if at_pooling:
+                self._den[i].copy_(self._state(i)["exp_avg_sq"]).sqrt_().div_((1 - beta2**at_pooling) ** 0.5).add_(eps)
+            else:
+                self._den[i].fill_(1)
+
+    def _by_group(self, which: Sequence[int]) -> list[tuple[int, list[int]]]:
+        return [
+            (number, some)
+            for number in range(len(self._settings))
+            if (some := [i for i in which if self.groups[i] == number])
+        ]
+
+    def _check_unchanged(self) -> None:
+        if self._ids() != self._owned:
+            raise UsageError(
+                "the parameters of the optimizer have changed since compress; call compress again with the optimizer",
+                field="optimizer",
+            )
+        for number, (before, now) in enumerate(zip(self._settings, _optimizers.settings(self.optimizer))):
+            for name, a, b in zip(("beta1", "beta2", "eps"), before, now):
+                if a != b:
+                    raise UsageError(
+                        f"{name} of group {number} of the optimizer was {a:g} when compress was called, and is {b:g} "
+                        "now; only lr and weight_decay may change (a OneCycleLR or CyclicLR needs "
+                        "cycle_momentum=False)",
+                        field=name,
+                    )
+
+    def _refuse_late(self, applied: Sequence[int]) -> None:
+        for i in applied:
+            if self.counts[i][3] == 0:
+                raise UnsupportedError(
+                    f"parameter '{self.names[i]}' has a gradient for the first time, and the first step was without "
+                    "it; with optimizer= all parameters must be used in the first step",
+                    field="gradient",
+                )
+
+    def _look_for_scaler(self) -> None:
+        """A GradScaler that compress does not know divides the momentum by a scale that it was never multiplied by."""
+        expected, gradient = self._norms.pop(self._smallest, None), self.parameters[self._smallest].grad
+        if expected is not None and gradient is not None and float(gradient.norm()) < float(expected) / 1024:
+            warnings.warn(
+                f"gradwire: p.grad of '{self.names[self._smallest]}' became more than 1024 times as small between "
+                "backward() and optimizer.step(). If a GradScaler did that, compress must be told: "
+                "compress(model, codec, optimizer=optimizer, scaler=scaler)",
+                stacklevel=5,
+            )
+
+    # For people.
+
+    def phase(self, warmup: int) -> str:
+        return "exact" if self.is_exact else "warm-up" if self.taken < warmup else "compressed"
+
+    def report(self, warmup: int) -> dict[str, Any]:
+        return {
+            "exchange": "momentum",
+            "phase": self.phase(warmup),
+            "steps": self.taken,
+            "warmup": warmup,
+            "next_pool": self.next_pool,
+            "pools": self.pools,
+            "pool_bytes": self.pool_bytes,
+            "memory_bytes": 16 * sum(parameter.numel() for parameter in self.parameters),
+        }
+
+
+def _is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether decay is that of AdamW."""
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
