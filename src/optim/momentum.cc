@@ -10,8 +10,8 @@
 namespace gradwire {
 namespace {
 
-constexpr uint64_t kLongestPause = 128;  // steps between two poolings
-constexpr double kLeastShare = 1e-4;     // of the mean second moment: a hundredth of its root
+constexpr uint64_t kLongestPause = 64;  // steps between two poolings
+constexpr double kLeastShare = 1e-4;    // of the mean second moment: a hundredth of its root
 
 double coupled_decay(const MomentumOptions& options) { return options.adam.decoupled ? 0 : options.adam.weight_decay; }
 
@@ -55,10 +55,13 @@ void MomentumOptimizer::propose(std::span<const size_t> some, std::span<const fl
   const OwnGradient own{.factor = static_cast<float>(factor),
                         .weight_decay = static_cast<float>(coupled_decay(options_))};
   const auto keep = static_cast<float>(beta), fresh = static_cast<float>(options_.adaptive ? 1 - beta : 1);
+  // The bias of a young momentum is corrected later, and makes the update larger.
+  const double limit = kLargestUpdate * (1 - std::pow(beta, static_cast<double>(counts.taken + 1)));
   if (options_.adaptive)
-    elementwise_.run(list, ProposalRule<true>{own, keep, fresh, denominator(options_, counts.pooled)});
+    elementwise_.run(
+        list, ProposalRule<true>{own, keep, fresh, static_cast<float>(limit), denominator(options_, counts.pooled)});
   else
-    elementwise_.run(list, ProposalRule<false>{own, keep, fresh, {}});
+    elementwise_.run(list, ProposalRule<false>{own, keep, fresh, 0, {}});
 }
 
 void MomentumOptimizer::to_momenta() {
@@ -116,6 +119,6 @@ void MomentumOptimizer::pooled() {
   counts.next = next_pooling(counts.taken);
 }
 
-uint64_t next_pooling(uint64_t k) { return std::min(k + kLongestPause, std::max(k + 1, k + k / 2)); }
+uint64_t next_pooling(uint64_t k) { return k + std::clamp<uint64_t>(k / 4, 1, kLongestPause); }
 
 }  // namespace gradwire

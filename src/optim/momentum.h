@@ -4,7 +4,7 @@
 //
 //   g       factor * this worker's gradient, plus weight_decay * w where the decay is part of the gradient
 //   den     sqrt(v) / sqrt(1 - beta2^p) + epsilon                     p: steps at the last pooling
-//   send    u = (beta1 m + (1 - beta1) g) / den, at most kLargestUpdate in magnitude
+//   send    u = (beta1 m + (1 - beta1) g) / den, |u| at most kLargestUpdate (1 - beta1^k)
 //   mean    of u over all workers, as compression leaves it
 //   m    <- c * mean * den                                            c clips m by its norm
 //   w    <- keep * w - rate / (1 - beta1^k) * m / den                 k counts steps from 1
@@ -98,7 +98,7 @@ class MomentumOptimizer {
 };
 
 // When second moments that are pooled after k steps are pooled next. Distances grow with the age of the run, because
-// second moments change less and less, up to 128 steps.
+// second moments change less and less: by a quarter of it, up to 64 steps.
 uint64_t next_pooling(uint64_t k);
 
 }  // namespace gradwire

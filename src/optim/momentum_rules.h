@@ -27,7 +27,7 @@ struct Denominator {
 template <bool kAdaptive>
 struct ProposalRule {
   OwnGradient own;
-  float keep, fresh;
+  float keep, fresh, limit;
   Denominator below;
 
   GW_HD void operator()(const OptimizerSpan& s, uint64_t i) const {
@@ -36,8 +36,8 @@ struct ProposalRule {
       u = u / below.of(s.second[i]);
       // What is not finite stays so: all workers must see it.
       const float size = fabsf(u);
-      const float limited = u > 0 ? kLargestUpdate : -kLargestUpdate;
-      u = size > kLargestUpdate && size <= FLT_MAX ? limited : u;
+      const float limited = u > 0 ? limit : -limit;
+      u = size > limit && size <= FLT_MAX ? limited : u;
     }
     s.out[i] = u;
   }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Descent by updates (updates.h): every worker computes an update from its own gradient, updates are exchanged, and
 // weights come back. What an update is follows from the optimizer: a step of Adam (qadam_descent.cc), a momentum
-// (momentum_update_descent.cc), or the gradient itself, of which a server makes a step (sgd_descent.cc). Gradients stay where the worker computes; updates and
-// weights pass through the host.
+// (momentum_update_descent.cc), or the gradient itself, of which a server makes a step (sgd_descent.cc). Gradients stay
+// where the worker computes; updates and weights pass through the host.
 #pragma once
 
 #include <functional>

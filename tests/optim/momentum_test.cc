@@ -64,9 +64,10 @@ struct ReferenceRule {
         m[i] = (1 - o.beta1) * mean;
         v[i] = (1 - o.beta2) * mean * mean;
       } else {
+        const double limit = 10 * (1 - std::pow(o.beta1, k));
         double updates = 0;
         for (const auto& g : gradients)
-          updates += std::clamp((o.beta1 * m[i] + (1 - o.beta1) * own(g, i)) / below(i), -10.0, 10.0) / options.world;
+          updates += std::clamp((o.beta1 * m[i] + (1 - o.beta1) * own(g, i)) / below(i), -limit, limit) / options.world;
         m[i] = updates * below(i);
       }
       const double divisor = exact ? std::sqrt(v[i] / (1 - o.beta2)) + o.epsilon : below(i);
@@ -82,7 +83,7 @@ struct ReferenceRule {
     }
     for (double& value : v) value = std::max(value, 1e-4 * sum / static_cast<double>(w.size()));
     pooled = taken;
-    next = std::min(taken + 128, std::max(taken + 1, taken + taken / 2));
+    next = taken + std::clamp<uint64_t>(taken / 4, 1, 64);
   }
   MomentumOptions options;
   std::vector<double> w, m, v;
@@ -111,7 +112,7 @@ TEST_P(MomentumRule, FollowsItsFormulasWithAnExactExchange) {
             << "world " << world << ", step " << k << ", element " << i;
       for (const MomentumWorker& other : workers) ASSERT_EQ(other.weights, workers[0].weights);
     }
-    EXPECT_EQ(workers[0].optimizer->counts.pooled, options.adaptive ? 63 : 0);
+    EXPECT_EQ(workers[0].optimizer->counts.pooled, options.adaptive ? 78 : 0);
   }
 }
 
@@ -153,7 +154,7 @@ TEST(Momentum, WithSecondMomentsThatStandStillItIsPreconditionedMomentumBitForBi
   std::vector<float> w = one[0].weights, m = one[0].first;
   const std::vector<float> v = one[0].second;
   const auto root = static_cast<float>(std::sqrt(1 - std::pow(0.999, static_cast<double>(k))));
-  for (int more = 0; more < 100; ++more) {
+  for (int more = 0; more < 60; ++more) {
     const std::vector<float> g = normal_values(kCount, k++, 0.01);
     step_together(one, {g}, 1, kRate);
     const auto rate = static_cast<float>(kRate / (1 - std::pow(0.9, static_cast<double>(k))));
@@ -218,8 +219,8 @@ TEST(Momentum, WhatIsNotFiniteStaysVisibleAndALargeUpdateIsLimited) {
   one[0].optimizer->propose(all, gradients, 1);
   EXPECT_EQ(one[0].values[0], infinity);
   EXPECT_TRUE(std::isnan(one[0].values[1]));
-  EXPECT_EQ(one[0].values[2], kLargestUpdate);
-  EXPECT_EQ(one[0].values[3], -kLargestUpdate);
+  EXPECT_FLOAT_EQ(one[0].values[2], 0.19f * kLargestUpdate);
+  EXPECT_FLOAT_EQ(one[0].values[3], -0.19f * kLargestUpdate);
   // A step that is left out changes nothing but the values, which the next step writes anew.
   EXPECT_EQ(one[0].weights, before.weights);
   EXPECT_EQ(one[0].first, before.first);
@@ -232,7 +233,7 @@ TEST(Momentum, ACoordinateThatWakesUpTakesNoHugeStep) {
   one.emplace_back(kCount, 1, MomentumOptions{.adam = {.epsilon = 1e-8}});
   for (uint64_t k = 0; k < 300; ++k) {
     std::vector<float> g = normal_values(kCount, k, 0.01);
-    if (k < 280) g[7] = 0;  // pooled last at step 288 or before, so that its second moment is still that of no gradient
+    if (k < 280) g[7] = 0;  // so that its second moment is that of no gradient for some steps more
     const float before = one[0].weights[7];
     step_together(one, {g}, 1, kRate);
     ASSERT_LE(std::abs(one[0].weights[7] - before), 10 * kRate * 1.001) << "step " << k;
@@ -249,8 +250,8 @@ TEST(Momentum, PoolingsBecomeRare) {
     k = next;
     ++poolings;
   }
-  EXPECT_EQ(longest, 128);
-  EXPECT_LT(poolings, 95);
+  EXPECT_EQ(longest, 64);
+  EXPECT_LT(poolings, 185);
 }
 
 }  // namespace

@@ -11,7 +11,8 @@ For each element, on W ranks, with k steps taken so far:
     den         sqrt(v) / sqrt(1 - beta2^kp) + eps, where kp is the number of steps at the last pooling
 
     k = 0       gradients are averaged exactly, and the optimizer's own step is taken
-    k > 0       u = clamp((beta1 m + (1 - beta1) g) / den, -10, 10)       g: this rank's gradient
+    k > 0       u = (beta1 m + (1 - beta1) g) / den                       g: this rank's gradient
+                |u| at most 10 (1 - beta1^(k + 1))
                 m = den * mean of u over all ranks, compressed            what the user finds in p.grad, and may clip
                 w = w (1 - rate * decay) - rate / (1 - beta1^(k + 1)) * m / den
     follow      q = rho q + (1 - rho) g,  rho = (W - 1) / (W + 1)         q varies as little as a mean over W ranks
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 WARMUP_CODEC, DOWN_CODEC = "qsgd:bits=4", "optquant:bits=4"
 _LARGEST = 10.0  # of an update, in units of the learning rate
 _FLOOR = 0.01**2  # of a second moment: a coordinate that was never used must not have a den of eps when it wakes up
-_LONGEST = 128  # steps between two poolings
+_LONGEST = 64  # steps between two poolings
 _LOOK_FOR_SCALER = 3  # first steps
 
 
@@ -48,7 +49,7 @@ def default_warmup(steps: int) -> int:
 
 def next_pooling(step: int) -> int:
     """The step after which second moments are pooled next, if they were pooled after `step`."""
-    return max(step + 1, min(step + _LONGEST, 3 * (step + 1) // 2))
+    return step + min(max((step + 1) // 4, 1), _LONGEST)
 
 
 class Momentum:
@@ -191,8 +192,10 @@ class Momentum:
                 torch._foreach_copy_(u, own)
             torch._foreach_lerp_(u, [self._moment(i).float() for i in some], beta1)
             torch._foreach_div_(u, [self._den[i] for i in some])
-            torch._foreach_clamp_min_(u, -_LARGEST)
-            torch._foreach_clamp_max_(u, _LARGEST)
+            # The bias of a young momentum is corrected later, and makes the update larger.
+            limits = [_LARGEST * (1 - beta1 ** (self.counts[i][0] + 1)) for i in some]
+            torch._foreach_clamp_min_(u, [-limit for limit in limits])
+            torch._foreach_clamp_max_(u, limits)
             torch._foreach_add_(u, own, alpha=0.0)  # an Inf must not be clamped: it becomes a NaN
             if not in_place:
                 torch._foreach_copy_(bucket, u)
