@@ -3,14 +3,16 @@
 """A small GPT on the bytes of a text, gradients compressed by gradwire; with --fsdp, weights too.
 
     torchrun --nproc-per-node 4 examples/ddp_gpt.py --codec optquant:bits=4
+    torchrun --nproc-per-node 4 examples/ddp_gpt.py --codec onebit                      one bit per element
     torchrun --nproc-per-node 4 examples/ddp_gpt.py --codec none                        plain DDP, to compare with
-    torchrun --nproc-per-node 4 examples/ddp_gpt.py --text book.txt --steps 2000 --layers 6 --width 384 --device cuda
-    --compile torchrun --nproc-per-node 4 examples/ddp_gpt.py --fsdp --codec qsgd:bits=4 --weights unigrid:bits=8
+    torchrun --nproc-per-node 4 examples/ddp_gpt.py --text book.txt --steps 2000 --layers 6 --width 384 --device cuda \\
+        --compile
+    torchrun --nproc-per-node 4 examples/ddp_gpt.py --fsdp --codec qsgd:bits=4 --weights unigrid:bits=8
 
 Without --text it reads this project's own pages (README.md and docs/*.md), which are enough to see a loss fall and too
 few to learn a language from. The last tenth of the text is held out. Losses are in nats per byte: 5.55 knows nothing,
 and a model that has learned English spelling is below 1.6. What differs from an ordinary training is
-`gw.compress` in `parallel`.
+`gw.compress` in `compressed`.
 """
 
 import argparse
@@ -83,7 +85,7 @@ def arguments():
         help="a codec or rules for gradients (python -m gradwire codecs lists the codecs), or none",
     )
     parser.add_argument(
-        "--warmup", type=int, default=0, help="steps that are sent uncompressed at first; not with --fsdp"
+        "--warmup", type=int, help="first steps with more bits (uncompressed, if the codec has no error feedback)"
     )
     parser.add_argument(
         "--fsdp", action="store_true", help="shard the model over the ranks (FSDP2) instead of copying it to each"
@@ -140,24 +142,27 @@ def sequences(data, starts, context):
 
 
 def parallel(model, options):
-    """The model over all ranks, its gradients (and weights) compressed; returns it and the hook, if there is one."""
-    if options.fsdp:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-        mesh = init_device_mesh(options.device, (dist.get_world_size(),))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        codec, weights = (None if given == "none" else given for given in (options.codec, options.weights))
-        if codec is None and weights is None:
-            return model, None
-        import gradwire.torch as gw
-        return model, gw.compress(model, codec, weights=weights, seed=options.seed)
-    ddp = DDP(model)
-    if options.codec == "none":
-        return ddp, None
+    """The model over all ranks."""
+    if not options.fsdp:
+        return DDP(model)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    mesh = init_device_mesh(options.device, (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def compressed(model, optimizer, options):
+    """The hook that compresses gradients (and weights), if there is one."""
+    codec, weights = (None if given == "none" else given for given in (options.codec, options.weights))
+    if codec is None and weights is None:
+        return None
     import gradwire.torch as gw
-    return ddp, gw.compress(ddp, options.codec, warmup=options.warmup, seed=options.seed)
+    if options.fsdp:
+        return gw.compress(model, codec, weights=weights, seed=options.seed)
+    # Codecs with error feedback need to know the Adam; for the others it is left alone.
+    return gw.compress(model, codec, optimizer=optimizer, steps=options.steps, warmup=options.warmup, seed=options.seed)
 
 
 def loss_of(model, text, following):
@@ -196,11 +201,14 @@ def train(options, device):
     torch.manual_seed(options.seed)
     model = GPT(options.layers, options.width, options.heads, options.context).to(device)
     count = sum(parameter.numel() for parameter in model.parameters())
-    model, hook = parallel(model, options)
+    model = parallel(model, options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
+    hook = compressed(model, optimizer, options)
     if options.compile:
         model = torch.compile(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.lr, total_steps=options.steps, pct_start=0.1, cycle_momentum=False
+    )
     draw = torch.Generator().manual_seed(1000 * options.seed + rank)
     if rank == 0:
         print(f"{count} parameters, {len(learn)} bytes to learn from, {world} ranks, codec {options.codec}", flush=True)
