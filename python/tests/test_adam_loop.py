@@ -95,10 +95,9 @@ def in_fp32(ranks: Ranks) -> float:
 
 
 # How much worse than fp32 the exchange of momentum may be, and how much better than the exchange of gradients it must
-# be. When these were chosen it was worse by 0.00, 0.06 and 0.02, and better by 0.57, 0.11 and 0.14.
-@pytest.mark.parametrize(
-    "codec, worse, better", [("onebit", 0.05, 0.2), ("topk:ratio=0.03", 0.1, 0.05), ("fft:theta=0.85", 0.06, 0.07)]
-)
+# be. When these were chosen it was worse by 0.00 and 0.06, and better by 0.57 and 0.11. tests/optim has loops of other
+# codecs, without torch.
+@pytest.mark.parametrize("codec, worse, better", [("onebit", 0.05, 0.2), ("topk:ratio=0.03", 0.1, 0.05)])
 def test_momentum_trains_like_fp32_where_gradients_do_not(
     ranks: Ranks, in_fp32: float, codec: str, worse: float, better: float
 ) -> None:
