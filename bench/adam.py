@@ -113,19 +113,16 @@ def main():
     parser.add_argument("--dry-run", action="store_true", help="show the rows, do not append them to results.csv")
     arguments, passed = parser.parse_known_args()
     options = merged(shlex.split(COMMON), shlex.split(SIZES[arguments.size]), passed)
-    if arguments.times:
-        record = Rows("cuda" if "cuda" in options else "cpu", arguments.machine)
-        rest = shlex.join(without_places(passed))
-        command = f"python3 bench/adam.py --times --size {arguments.size} --out DIR {rest}".rstrip()
-        measure_times(options, record, command)
-        return record.append(arguments.dry_run)
-    if not arguments.show:
-        train(ROWS, options, arguments.seeds, arguments.out, arguments.jobs)
-    report(ROWS, arguments.out)
     record = Rows("cuda" if "cuda" in options else "cpu", arguments.machine)
-    rest = shlex.join(without_places(passed))
-    command = f"python3 bench/adam.py --size {arguments.size} --out DIR {rest}".rstrip()
-    show(runs_of(ROWS, arguments.out), record, command)
+    words = ["--times"] * arguments.times + ["--size", arguments.size, "--out", "DIR", *without_places(passed)]
+    command = shlex.join(["python3", "bench/adam.py", *words])
+    if arguments.times:
+        measure_times(options, record, command)
+    else:
+        if not arguments.show:
+            train(ROWS, options, arguments.seeds, arguments.out, arguments.jobs)
+        report(ROWS, arguments.out)
+        show(runs_of(ROWS, arguments.out), record, command)
     record.append(arguments.dry_run)
 
 

@@ -14,6 +14,7 @@
 #include "cli/console.h"
 #include "cli/interrupts.h"
 #include "cli/options.h"
+#include "collective/timer.h"
 #include "core/clock.h"
 #include "server/client.h"
 #include "server/rpc/dial.h"
@@ -118,9 +119,7 @@ void load(LoadOptions& options) {
     sum.steps += one.steps;
     sum.up += one.up;
     sum.down += one.down;
-    sum.times.encode += one.times.encode;
-    sum.times.wait += one.times.wait;
-    sum.times.decode += one.times.decode;
+    sum.times += one.times;
     sum.confirmed = sum.confirmed && one.confirmed;
     sum.counts.late += one.counts.late;
     sum.counts.reconnects += one.counts.reconnects;

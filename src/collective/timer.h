@@ -9,6 +9,13 @@
 
 namespace gradwire {
 
+inline ReduceTimes& operator+=(ReduceTimes& sum, const ReduceTimes& more) {
+  sum.encode += more.encode;
+  sum.wait += more.wait;
+  sum.decode += more.decode;
+  return sum;
+}
+
 class ReduceTimer {
  public:
   explicit ReduceTimer(const Device& device)

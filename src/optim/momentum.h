@@ -72,6 +72,7 @@ class MomentumOptimizer {
 
   // Writes the values of some parameters, whose gradients are given in that order.
   void propose(std::span<const size_t> some, std::span<const float* const> gradients, double factor);
+  void propose(std::span<const float* const> gradients, double factor) { propose(all_, gradients, factor); }
   void to_momenta();  // of the values, which are mean updates
   void step(std::span<const float* const> gradients, double factor, double rate, double clip);
 

@@ -11,6 +11,7 @@
 #include <functional>
 #include <limits>
 
+#include "collective/timer.h"
 #include "core/check.h"
 #include "gradwire/learn.h"
 #include "gradwire/rules.h"
@@ -225,12 +226,7 @@ std::vector<Reducer*> Exchange::all_reducers() const {
 
 ReduceTimes Exchange::times() const {
   ReduceTimes sum;
-  for (const Reducer* const reducer : all_reducers()) {
-    const ReduceTimes own = reducer->times();
-    sum.encode += own.encode;
-    sum.wait += own.wait;
-    sum.decode += own.decode;
-  }
+  for (const Reducer* const reducer : all_reducers()) sum += reducer->times();
   return sum;
 }
 

@@ -143,12 +143,10 @@ double MeanUpdates::bits() const {
 }
 
 ExchangeStats MeanUpdates::stats() const {
-  const ReduceTimes pooling = second_ ? second_->times() : ReduceTimes{};
   ExchangeStats all{
       .bits = bits(), .bytes_sent = engine_->bytes_sent(), .times = reducer_->times(), .memory = reducer_->memory()};
-  all.times.encode += timer_.times().encode + pooling.encode;
-  all.times.decode += timer_.times().decode + pooling.decode;
-  all.times.wait += pooling.wait;
+  all.times += timer_.times();
+  if (second_) all.times += second_->times();
   all.memory.messages += message_.size() + (second_ ? second_->memory().messages : 0);
   for (const auto& array : means_) all.memory.sums += 2 * array.size() * sizeof(float);  // the means and the weights
   return all;

@@ -9,11 +9,12 @@
 
 #include <cmath>
 
+#include "collective/timer.h"
 #include "core/check.h"
 #include "core/clock.h"
 #include "optim/momentum.h"
 #include "train/descent.h"
-#include "train/optimizer.h"
+#include "train/momentum_tensors.h"
 
 namespace gradwire::train {
 namespace {
@@ -22,10 +23,8 @@ constexpr const char* kCounts = "momentum.counts";  // steps taken, at the last 
 
 MomentumOptions options_of(const DescentParts& parts) {
   const Settings& s = parts.settings;
-  return {.adam = {.weight_decay = s.weight_decay, .decoupled = s.optimizer == "adamw"},
-          .adaptive = s.optimizer != "sgd",
-          .momentum = s.momentum,
-          .world = parts.engine.size()};
+  return {
+      .adam = s.adam_options(), .adaptive = s.optimizer != "sgd", .momentum = s.momentum, .world = parts.engine.size()};
 }
 
 class MomentumDescent final : public Descent {
@@ -35,25 +34,11 @@ class MomentumDescent final : public Descent {
         control_(parts.control),
         clip_(parts.settings.clip),
         adaptive_(parts.settings.optimizer != "sgd"),
-        parameters_(tensors_of(parts.parameters)) {
-    const auto arrays = [&] {
-      std::vector<torch::Tensor> list;
-      for (const torch::Tensor& one : parameters_)
-        list.push_back(torch::zeros_like(one, torch::MemoryFormat::Contiguous));
-      return list;
-    };
-    values_ = arrays();
-    first_ = arrays();
-    if (adaptive_) {
-      second_ = arrays();
-      own_first_ = arrays();
-      own_second_ = arrays();
-    }
-    optimizer_.emplace(array_pointers(), options_of(parts), with_torch_threads(parts.compute_device()));
-    for (size_t i = 0; i < parameters_.size(); ++i) all_.push_back(i);
+        t_(tensors_of(parts.parameters), zeros_like(tensors_of(parts.parameters)), adaptive_),
+        optimizer_(t_.arrays(), options_of(parts), with_torch_threads(parts.compute_device())) {
     ReduceOptions options = parts.reduce_options();
     options.device = parts.codec_device;
-    const SentValues sent{values_, [this](std::span<const size_t> some) { propose(some); }};
+    const SentValues sent{t_.values, [this](std::span<const size_t> some) { propose(some); }};
     exchange_ = std::make_unique<Exchange>(parts.engine, parts.parameters, options, parts.settings.bucket_mb * 1e6,
                                            parts.stream, sent, parts.settings.first_steps_of(parts.steps));
     if (!adaptive_) return;
@@ -70,15 +55,15 @@ class MomentumDescent final : public Descent {
 
   void begin(const StepInfo& info) override {
     info_ = info;
-    if (!optimizer_->exact()) exchange_->begin(info.step, 1, info.rate, !info.metered);
+    if (!optimizer_.exact()) exchange_->begin(info.step, 1, info.rate, !info.metered);
   }
 
   StepResult finish(const std::function<Report()>& report, const Measure& measure) override {
     torch::NoGradGuard no_grad;
-    const bool exact = optimizer_->exact();
-    const uint64_t pooled = optimizer_->counts.pooled;
+    const bool exact = optimizer_.exact();
+    const uint64_t pooled = optimizer_.counts.pooled;
     const bool applied = exact ? take_exact(report) : take(report, measure);
-    bits_ = (exact ? 32 : exchange_->bits()) + (optimizer_->counts.pooled > pooled ? 16 : 0);
+    bits_ = (exact ? 32 : exchange_->bits()) + (optimizer_.counts.pooled > pooled ? 16 : 0);
     return {.next = info_.step + 1, .applied = applied};
   }
 
@@ -91,74 +76,62 @@ class MomentumDescent final : public Descent {
                       .buckets = exchange_->buckets()};
     for (const Reducer* const reducer : {exact_.get(), pool_.get()}) {
       if (!reducer) continue;
-      const ReduceTimes times = reducer->times();
-      all.times.encode += times.encode;
-      all.times.wait += times.wait;
-      all.times.decode += times.decode;
+      all.times += reducer->times();
       all.memory.messages += reducer->memory().messages;
     }
-    for (const torch::Tensor& one : values_) all.memory.sums += one.nbytes();
+    for (const torch::Tensor& one : t_.values) all.memory.sums += one.nbytes();
     return all;
   }
   std::vector<Exchange::Learned> learned() const override { return exchange_->learned(); }
 
   DescentState state() override {
     DescentState all;
-    const MomentumOptimizer::Counts& counts = optimizer_->counts;
+    const MomentumOptimizer::Counts& counts = optimizer_.counts;
     all.shared[kCounts] = torch::tensor(
         {static_cast<int64_t>(counts.taken), static_cast<int64_t>(counts.pooled), static_cast<int64_t>(counts.next)});
     const auto add = [](TensorMap& map, const char* name, const std::vector<torch::Tensor>& arrays) {
       for (size_t i = 0; i < arrays.size(); ++i) map[fmt::format("momentum.{}.{:05}", name, i)] = arrays[i];
     };
-    add(all.shared, "first", first_);
-    add(all.shared, "second", second_);
-    add(all.own, "own_first", own_first_);
-    add(all.own, "own_second", own_second_);
+    add(all.shared, "first", t_.first);
+    add(all.shared, "second", t_.second);
+    add(all.own, "own_first", t_.own_first);
+    add(all.own, "own_second", t_.own_second);
     return all;
   }
   void restore(const DescentState& state) override {
     const torch::Tensor& counts = state.shared.at(kCounts);
     const auto count = [&](int i) { return static_cast<uint64_t>(counts[i].item<int64_t>()); };
-    optimizer_->counts = {.taken = count(0), .pooled = count(1), .next = count(2)};
+    optimizer_.counts = {.taken = count(0), .pooled = count(1), .next = count(2)};
   }
   std::vector<ErrorFeedback*> residuals() override { return exchange_->residuals(); }
 
  private:
   using Tensors = std::vector<torch::Tensor>;
 
-  std::vector<MomentumOptimizer::Arrays> array_pointers() const {
-    const auto at = [](const Tensors& list, size_t i) { return list.empty() ? nullptr : list[i].data_ptr<float>(); };
-    std::vector<MomentumOptimizer::Arrays> list;
-    for (size_t i = 0; i < parameters_.size(); ++i) {
-      GW_CHECK(parameters_[i].is_contiguous() && parameters_[i].scalar_type() == torch::kFloat32);
-      list.push_back({.weights = at(parameters_, i),
-                      .values = at(values_, i),
-                      .first = at(first_, i),
-                      .second = at(second_, i),
-                      .own_first = at(own_first_, i),
-                      .own_second = at(own_second_, i),
-                      .count = static_cast<uint64_t>(parameters_[i].numel())});
-    }
-    return list;
-  }
-
+  // Of some parameters, or of all.
   std::vector<const float*> gradients(std::span<const size_t> some) const {
     std::vector<const float*> list;
-    for (const size_t i : some) {
-      const torch::Tensor& gradient = parameters_[i].grad();
-      GW_CHECK(gradient.defined() && gradient.is_contiguous());
-      list.push_back(gradient.data_ptr<float>());
-    }
+    for (const size_t i : some) list.push_back(gradient(i));
     return list;
+  }
+  std::vector<const float*> gradients() const {
+    std::vector<const float*> list;
+    for (size_t i = 0; i < t_.weights.size(); ++i) list.push_back(gradient(i));
+    return list;
+  }
+  const float* gradient(size_t parameter) const {
+    const torch::Tensor& gradient = t_.weights[parameter].grad();
+    GW_CHECK(gradient.defined() && gradient.is_contiguous());
+    return gradient.data_ptr<float>();
   }
   double unscaled() const { return 1 / info_.loss_scale; }
 
-  void propose(std::span<const size_t> some) { optimizer_->propose(some, gradients(some), unscaled()); }
+  void propose(std::span<const size_t> some) { optimizer_.propose(some, gradients(some), unscaled()); }
 
   bool take(const std::function<Report()>& report, const Measure& measure) {
     Tensors exact;
     if (info_.metered) {
-      propose(all_);
+      optimizer_.propose(gradients(), unscaled());
       exact = exchange_->exact_means(control_.engine(), info_.step);
     }
     {
@@ -166,39 +139,39 @@ class MomentumDescent final : public Descent {
       exchange_->finish();
     }
     report();
-    if (info_.metered) measure(exact, values_);
-    optimizer_->to_momenta();
+    if (info_.metered) measure(exact, t_.values);
+    optimizer_.to_momenta();
     // All workers hold the same means, so all of them decide alike.
-    const double norm = norm_of(values_);
+    const double norm = norm_of(t_.values);
     if (!std::isfinite(norm)) {
       exchange_->rollback();
       return false;
     }
-    optimizer_->step(gradients(all_), unscaled(), info_.rate, factor_of(norm, clip_, 1));
+    optimizer_.step(gradients(), unscaled(), info_.rate, factor_of(norm, clip_, 1));
     exchange_->commit();
     pool();
     return true;
   }
 
   bool take_exact(const std::function<Report()>& report) {
-    average(*exact_, gradients_of(parameters_), values_);
+    average(*exact_, gradients_of(t_.weights), t_.values);
     report();
-    const double norm = norm_of(values_);
+    const double norm = norm_of(t_.values);
     if (!std::isfinite(norm / info_.loss_scale)) return false;
-    optimizer_->exact_step(gradients(all_), unscaled(), info_.rate, factor_of(norm, clip_, info_.loss_scale));
+    optimizer_.exact_step(gradients(), unscaled(), info_.rate, factor_of(norm, clip_, info_.loss_scale));
     pool();
     return true;
   }
 
   void pool() {
-    if (!optimizer_->pools()) return;
-    average(*pool_, own_second_, second_);
-    for (const torch::Tensor& one : second_) {
+    if (!optimizer_.pools()) return;
+    average(*pool_, t_.own_second, t_.second);
+    for (const torch::Tensor& one : t_.second) {
       const torch::Tensor host = one.to(torch::kCPU);
       MomentumOptimizer::lift({host.data_ptr<float>(), static_cast<size_t>(host.numel())});
       if (one.is_cuda()) one.copy_(host);
     }
-    optimizer_->pooled();
+    optimizer_.pooled();
   }
 
   void average(Reducer& reducer, const Tensors& from, const Tensors& to) {
@@ -213,12 +186,10 @@ class MomentumDescent final : public Descent {
   Engine& engine_;
   Control& control_;
   double clip_, waited_ = 0;
-  double bits_ = 0;                               // of the last step
-  bool adaptive_;                                 // not SGD
-  Tensors parameters_, values_, first_, second_;  // alike on all workers after every step
-  Tensors own_first_, own_second_;                // this worker's
-  std::vector<size_t> all_;
-  std::optional<MomentumOptimizer> optimizer_;
+  double bits_ = 0;  // of the last step
+  bool adaptive_;    // not SGD
+  MomentumTensors t_;
+  MomentumOptimizer optimizer_;
   std::unique_ptr<Exchange> exchange_;
   std::unique_ptr<Reducer> exact_, pool_;
   StepInfo info_;

@@ -17,7 +17,7 @@
 #include <cmath>
 
 #include "optim/momentum.h"
-#include "train/optimizer.h"
+#include "train/momentum_tensors.h"
 #include "train/update_descent.h"
 
 namespace gradwire::train {
@@ -25,36 +25,27 @@ namespace {
 
 constexpr uint64_t kCorrected = uint64_t{1} << 62;  // steps after which no bias of young moments is left
 
-std::vector<torch::Tensor> zeros(const std::vector<torch::Tensor>& like) {
-  std::vector<torch::Tensor> list;
-  for (const torch::Tensor& one : like) list.push_back(torch::zeros_like(one, torch::MemoryFormat::Contiguous));
-  return list;
-}
-
 class MomentumUpdateDescent final : public UpdateDescent {
  public:
   MomentumUpdateDescent(const DescentParts& parts, std::unique_ptr<Updates> updates, std::vector<torch::Tensor> second)
       : UpdateDescent(parts, std::move(updates)),
-        second_(std::move(second)),
-        first_(zeros(second_)),
-        own_first_(zeros(second_)),
-        own_second_(zeros(second_)),
-        before_(zeros(second_)),
-        optimizer_(arrays(), options_of(parts), with_torch_threads(parts.compute_device())),
-        adam_(options_of(parts).adam) {
-    for (size_t i = 0; i < second_.size(); ++i) all_.push_back(i);
+        t_(parameters(), own(), true),
+        before_(zeros_like(parameters())),
+        adam_(parts.settings.adam_options()),
+        optimizer_(with_second(std::move(second)), {.adam = adam_, .world = parts.settings.workers},
+                   with_torch_threads(parts.compute_device())) {
     optimizer_.counts.pooled = kCorrected;
   }
 
   uint64_t start() override {
     const uint64_t step = UpdateDescent::start();
     // Moments that came as buffers are those that this worker would have found by itself.
-    known_ =
-        std::any_of(second_.begin(), second_.end(), [](const auto& one) { return one.any().template item<bool>(); });
+    known_ = std::any_of(t_.second.begin(), t_.second.end(),
+                         [](const auto& one) { return one.any().template item<bool>(); });
     if (!known_) return step;
     optimizer_.counts.taken = step;
     const double young = 1 - std::pow(adam_.beta2, static_cast<double>(step));
-    for (size_t i = 0; i < second_.size(); ++i) own_second_[i].copy_(second_[i] * young);
+    for (size_t i = 0; i < t_.second.size(); ++i) t_.own_second[i].copy_(t_.second[i] * young);
     return step;
   }
   // A server holds the weights, and workers have no checkpoints.
@@ -62,21 +53,9 @@ class MomentumUpdateDescent final : public UpdateDescent {
   void restore(const DescentState&) override {}
 
  private:
-  static MomentumOptions options_of(const DescentParts& parts) {
-    const Settings& s = parts.settings;
-    return {.adam = {.weight_decay = s.weight_decay, .decoupled = s.optimizer == "adamw"}, .world = s.workers};
-  }
-  std::vector<MomentumOptimizer::Arrays> arrays() const {
-    std::vector<MomentumOptimizer::Arrays> list;
-    for (size_t i = 0; i < second_.size(); ++i)
-      list.push_back({.weights = parameters()[i].data_ptr<float>(),
-                      .values = own()[i].data_ptr<float>(),
-                      .first = first_[i].data_ptr<float>(),
-                      .second = second_[i].data_ptr<float>(),
-                      .own_first = own_first_[i].data_ptr<float>(),
-                      .own_second = own_second_[i].data_ptr<float>(),
-                      .count = static_cast<uint64_t>(second_[i].numel())});
-    return list;
+  std::vector<MomentumOptimizer::Arrays> with_second(std::vector<torch::Tensor> second) {
+    t_.second = std::move(second);
+    return t_.arrays();
   }
 
   double corrected_rate() const {
@@ -93,7 +72,7 @@ class MomentumUpdateDescent final : public UpdateDescent {
     }
     if (pools()) pool();
     if (!gradients || !known_) return;
-    optimizer_.propose(all_, constant(*gradients), 1);
+    optimizer_.propose(constant(*gradients), 1);
     torch::_foreach_mul_(own(), corrected_rate());
     if (decay() > 0) torch::_foreach_add_(own(), parameters(), decay());
     torch::_foreach_copy_(before_, parameters());
@@ -108,11 +87,11 @@ class MomentumUpdateDescent final : public UpdateDescent {
   void pool() {
     const double young = 1 - std::pow(adam_.beta2, static_cast<double>(std::max<uint64_t>(1, optimizer_.counts.taken)));
     std::vector<torch::Tensor> host;
-    for (const torch::Tensor& one : own_second_) host.push_back((one / young).to(torch::kCPU));
+    for (const torch::Tensor& one : t_.own_second) host.push_back((one / young).to(torch::kCPU));
     timed([&] { updates().pool(info().step, pointers(host)); });
     for (size_t i = 0; i < host.size(); ++i) {
       MomentumOptimizer::lift({host[i].data_ptr<float>(), static_cast<size_t>(host[i].numel())});
-      second_[i].copy_(host[i]);
+      t_.second[i].copy_(host[i]);
     }
     known_ = true;
   }
@@ -121,18 +100,18 @@ class MomentumUpdateDescent final : public UpdateDescent {
     const double rate = corrected_rate();
     if (!result.applied || rate <= 0) return;
     const auto steps = static_cast<double>(std::max<uint64_t>(1, result.next - info().step));  // more if it was late
-    for (size_t i = 0; i < second_.size(); ++i) {
+    for (size_t i = 0; i < t_.second.size(); ++i) {
       const torch::Tensor mean = (before_[i] * (1 - decay()) - parameters()[i]) / (rate * steps);
       own()[i].copy_(mean.clamp(-kLargestUpdate, kLargestUpdate));
     }
     optimizer_.to_momenta();
-    torch::_foreach_copy_(first_, own());
+    torch::_foreach_copy_(t_.first, own());
   }
 
-  std::vector<torch::Tensor> second_, first_, own_first_, own_second_, before_;
-  std::vector<size_t> all_;
-  MomentumOptimizer optimizer_;
+  MomentumTensors t_;
+  std::vector<torch::Tensor> before_;  // the weights that the update was computed at
   AdamOptions adam_;
+  MomentumOptimizer optimizer_;
   bool known_ = false;  // there are second moments
   uint64_t next_ = 1;   // the next pooling is after so many steps of the run
 };
@@ -140,10 +119,10 @@ class MomentumUpdateDescent final : public UpdateDescent {
 }  // namespace
 
 std::vector<NamedParameter> moment_buffers(const std::vector<NamedParameter>& parameters) {
+  std::vector<torch::Tensor> zeros = zeros_like(tensors_of(parameters));
   std::vector<NamedParameter> list;
-  for (const NamedParameter& one : parameters)
-    list.push_back({fmt::format("second_moment.{}", one.name),
-                    torch::zeros_like(one.tensor, torch::MemoryFormat::Contiguous).detach()});
+  for (size_t i = 0; i < parameters.size(); ++i)
+    list.push_back({fmt::format("second_moment.{}", parameters[i].name), std::move(zeros[i])});
   return list;
 }
 

@@ -16,6 +16,13 @@ Device with_torch_threads(Device device) {
   return device;
 }
 
+std::vector<torch::Tensor> zeros_like(const std::vector<torch::Tensor>& tensors) {
+  std::vector<torch::Tensor> list;
+  for (const torch::Tensor& one : tensors)
+    list.push_back(torch::zeros_like(one, torch::MemoryFormat::Contiguous).detach());
+  return list;
+}
+
 std::vector<torch::Tensor> gradients_of(const std::vector<torch::Tensor>& parameters) {
   std::vector<torch::Tensor> list;
   for (const torch::Tensor& parameter : parameters) list.push_back(parameter.grad());
@@ -34,13 +41,12 @@ double factor_of(double norm, double clip, double loss_scale) {
 Optimizer::Optimizer(const Settings& settings, std::vector<torch::Tensor> parameters, const Device& device)
     : kind_(settings.optimizer),
       sgd_{.momentum = settings.momentum, .weight_decay = settings.weight_decay},
-      adam_{.weight_decay = settings.weight_decay, .decoupled = settings.optimizer == "adamw"},
+      adam_(settings.adam_options()),
       elementwise_(with_torch_threads(device)),
       parameters_(std::move(parameters)) {
   const int copies = kind_ != "sgd" ? 2 : sgd_.momentum > 0 ? 1 : 0;
   for (int copy = 0; copy < copies; ++copy)
-    for (const torch::Tensor& parameter : parameters_)
-      state_.push_back(torch::zeros_like(parameter, torch::MemoryFormat::Contiguous));
+    for (torch::Tensor& zeros : zeros_like(parameters_)) state_.push_back(std::move(zeros));
 }
 
 void Optimizer::step(double rate, double factor) {

@@ -19,6 +19,7 @@ namespace gradwire::train {
 // On the CPU a worker's torch threads tell how many threads it may use.
 Device with_torch_threads(Device device);
 
+std::vector<torch::Tensor> zeros_like(const std::vector<torch::Tensor>& tensors);  // contiguous
 std::vector<torch::Tensor> gradients_of(const std::vector<torch::Tensor>& parameters);
 double norm_of(const std::vector<torch::Tensor>& gradients);  // of all of them; not finite if any element is not
 // What gradients that arrive multiplied by `loss_scale` are to be multiplied by: unscaling and clipping in one.

@@ -86,6 +86,8 @@ ReduceOptions Settings::reduce_options() const {
   return options;
 }
 
+AdamOptions Settings::adam_options() const { return {.weight_decay = weight_decay, .decoupled = optimizer == "adamw"}; }
+
 QAdamOptions Settings::qadam_options() const {
   return {.beta = beta,
           .theta = theta,

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "gradwire/collective.h"
+#include "optim/adam.h"
 #include "optim/qadam.h"
 #include "server/endpoint.h"
 #include "train/data.h"
@@ -71,6 +72,7 @@ struct Settings {
 
   TaskOptions task_options(const std::string& directory) const;
   ReduceOptions reduce_options() const;
+  AdamOptions adam_options() const;
   QAdamOptions qadam_options() const;
   // Codecs with error feedback do not suit Adam's second moments, unless momenta are exchanged (optim/momentum.h).
   bool exchanges_momenta() const;

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <sstream>
 
+#include "collective/timer.h"
 #include "gradwire/error.h"
 #include "train/worker.h"
 
@@ -41,9 +42,7 @@ Worker::Seconds& Worker::Seconds::operator+=(const Seconds& other) {
   wall += other.wall;
   compute += other.compute;
   wait += other.wait;
-  codec.encode += other.codec.encode;
-  codec.wait += other.codec.wait;
-  codec.decode += other.codec.decode;
+  codec += other.codec;
   return *this;
 }
 

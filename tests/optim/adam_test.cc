@@ -8,11 +8,11 @@
 #include <atomic>
 #include <cmath>
 #include <ostream>
-#include <random>
 #include <thread>
 #include <vector>
 
 #include "device/memory.h"
+#include "optim/normal_values.h"
 
 namespace gradwire {
 namespace {
@@ -34,18 +34,10 @@ const RuleCase kRules[] = {
     {"other_numbers", true, {}, {.beta1 = 0.5, .beta2 = 0.97, .epsilon = 1e-3, .weight_decay = 1}}};
 constexpr double kRate = 0.003, kFactor = 0.75;
 
-std::vector<float> random_values(uint64_t count, uint64_t seed, double deviation = 1) {
-  std::mt19937_64 generator(seed);
-  std::normal_distribution<double> normal(0, deviation);
-  std::vector<float> values(count);
-  for (float& value : values) value = static_cast<float>(normal(generator));
-  return values;
-}
-
 // The arrays of one parameter, on the host.
 struct HostArrays {
   explicit HostArrays(uint64_t count, uint64_t seed)
-      : first(count), second(count), weights(random_values(count, seed)) {}
+      : first(count), second(count), weights(test::normal_values(count, seed)) {}
   OptimizerSpan span(const std::vector<float>& gradient) {
     return {.gradient = gradient.data(),
             .first = first.data(),
@@ -64,7 +56,7 @@ void step(const RuleCase& rule, const Elementwise& device, std::span<const Optim
 }
 
 std::vector<float> gradient_of(uint64_t count, uint64_t k) {
-  return random_values(count, 1000 + k, std::pow(10.0, static_cast<double>(k % 5) - 3));
+  return test::normal_values(count, 1000 + k, std::pow(10.0, static_cast<double>(k % 5) - 3));
 }
 
 class OptimizerRule : public testing::TestWithParam<RuleCase> {};

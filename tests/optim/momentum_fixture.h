@@ -5,20 +5,12 @@
 
 #include <algorithm>
 #include <memory>
-#include <random>
 #include <vector>
 
 #include "optim/momentum.h"
+#include "optim/normal_values.h"
 
 namespace gradwire::test {
-
-inline std::vector<float> normal_values(uint64_t count, uint64_t seed, double deviation) {
-  std::mt19937_64 generator(seed);
-  std::normal_distribution<double> normal(0, deviation);
-  std::vector<float> values(count);
-  for (float& value : values) value = static_cast<float>(normal(generator));
-  return values;
-}
 
 // One parameter. A copy is only for comparison: its optimizer works on the arrays of the original.
 struct MomentumWorker {

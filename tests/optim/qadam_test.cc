@@ -17,6 +17,7 @@
 #include "gradwire/error.h"
 #include "gradwire/feedback.h"
 #include "gradwire/runner.h"
+#include "optim/normal_values.h"
 
 namespace gradwire {
 namespace {
@@ -69,14 +70,6 @@ class QAdamWorker {
   Array update;
 };
 
-Array random_array(uint64_t count, uint64_t seed, double deviation = 1) {
-  std::mt19937_64 generator(seed);
-  std::normal_distribution<double> normal(0, deviation);
-  Array values(count);
-  for (float& value : values) value = static_cast<float>(normal(generator));
-  return values;
-}
-
 // The formulas --------------------------------------------------------------------------------------------------------
 
 struct Mode {
@@ -93,7 +86,7 @@ TEST_P(Formula, IsFollowedInEveryMode) {
   QAdamWorker worker(kCount, o);
   std::vector<double> m(kCount), sizes(kCount), v(kCount, o.correction && !o.theory ? 0 : o.epsilon);
   for (int k = 1; k <= 60; ++k) {
-    Array gradient = random_array(kCount, static_cast<uint64_t>(k), std::pow(10.0, k % 5 - 3));
+    Array gradient = test::normal_values(kCount, static_cast<uint64_t>(k), std::pow(10.0, k % 5 - 3));
     gradient[7] = 0;  // one that never moves
     const double rate = o.theory ? 0.01 / std::sqrt(k) : 0.01;
     const Array& update = worker.step(rate, gradient);
@@ -134,7 +127,7 @@ TEST(QAdam, ThreadsChangeNoBit) {
   constexpr uint64_t kCount = 300'001;
   QAdamWorker alone(kCount, {}), three(kCount, {}, Device{.threads = 3});
   for (uint64_t k = 0; k < 4; ++k) {
-    const Array gradient = random_array(kCount, k);
+    const Array gradient = test::normal_values(kCount, k);
     ASSERT_EQ(alone.step(0.1, gradient), three.step(0.1, gradient));
   }
 }
@@ -149,14 +142,14 @@ TEST(QAdam, GoesOnFromArraysThatWereKept) {
     worker.again(0.1);
   };
   for (uint64_t step = 0; step < 5; ++step) {
-    first.step(0.1, random_array(100, step));
+    first.step(0.1, test::normal_values(100, step));
     pool(first, step);
   }
   QAdamWorker second(100, {.shared = true});
   for (const QAdam::Moment moment : first.qadam.moments()) second.qadam.write(moment, 0, first.qadam.read(moment, 0));
   second.qadam.taken = first.qadam.taken;
   for (uint64_t step = 5; step < 9; ++step) {
-    const Array gradient = random_array(100, step);
+    const Array gradient = test::normal_values(100, step);
     first.step(0.1, gradient);
     second.step(0.1, gradient);
     pool(first, step);
@@ -241,7 +234,8 @@ TEST(QAdam, AGpuGivesTheBitsOfTheProcessor) {
     }
     for (uint64_t step = 0; step < 6; ++step) {
       for (size_t i = 0; i < counts.size(); ++i) {
-        const Array fresh = random_array(counts[i], 100 * step + i, std::pow(10.0, -static_cast<double>(i % 5) * 7));
+        const Array fresh =
+            test::normal_values(counts[i], 100 * step + i, std::pow(10.0, -static_cast<double>(i % 5) * 7));
         std::copy(fresh.begin(), fresh.end(), gradients[i].begin());  // where `in` points to
         memory->from_host(const_cast<float*>(in_there[i]), in[i], 4 * counts[i]);
       }
@@ -305,7 +299,7 @@ TEST(QAdam, TheGridOfUpdatesContractsAsTheoryHasIt) {
     worst[0] = 1;
     EXPECT_NEAR(error(worst), others / (powers + others), 1e-4) << k;  // 0.9612 with k = 0, 0.6074 with k = 2
     for (uint64_t seed = 0; seed < 300; ++seed) {
-      Array u = random_array(kCount, seed);
+      Array u = test::normal_values(kCount, seed);
       u[0] *= static_cast<float>(1 + seed % 30);
       ASSERT_LE(error(u), bound + 1e-6) << k << " " << seed;
     }
