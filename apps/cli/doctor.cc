@@ -29,6 +29,16 @@ std::string processor() {
   return "unknown";
 }
 
+// The engine works with every thread level, but not equally well.
+std::string mpi_description() {
+  if (!mpi_built()) return "not in this build";
+  const std::string level = mpi_thread_level();
+  if (level.empty()) return mpi_library();
+  if (level == "MPI_THREAD_MULTIPLE")
+    return mpi_library() + " with " + level + ": a thread of the engine moves bytes while the program computes";
+  return mpi_library() + " with at most " + level + ": bytes move only inside calls of the engine, which is slower";
+}
+
 struct Missing {
   std::string what, line;
 };
@@ -69,6 +79,7 @@ void doctor(bool json) {
                                   {"cuda", cuda_description()},
                                   {"mpi_built", mpi_built()},
                                   {"mpi", mpi_library()},
+                                  {"mpi_thread_level", mpi_thread_level()},
                                   {"torch", torch},
                                   {"server", serves}};
     row["engines"] = mpi_built() ? std::vector<std::string>{"loopback", "mpi"} : std::vector<std::string>{"loopback"};
@@ -84,7 +95,7 @@ void doctor(bool json) {
   for (const std::string& target : simd) targets += (targets.empty() ? "" : ", ") + target;
   line("SIMD", simd.empty() ? "scalar only" : fmt::format("{} is used; usable here: {}, scalar", chosen, targets));
   line("CUDA", cuda_description());
-  line("MPI", mpi_built() ? mpi_library() : "not in this build");
+  line("MPI", mpi_description());
   line("engines", mpi_built() ? "loopback, mpi" : "loopback");
   line("files", packing_built() ? "plain and packed (Zstandard)"
                                 : "plain; packed ones need Zstandard, which this build did not find");

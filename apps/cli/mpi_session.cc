@@ -17,10 +17,6 @@ namespace gradwire::app {
 MpiSession::MpiSession() {
   int level = 0;
   MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
-  if (level < MPI_THREAD_MULTIPLE) {
-    MPI_Finalize();
-    throw Error(ErrorKind::unsupported, "--engine mpi: this MPI library has no MPI_THREAD_MULTIPLE", "engine");
-  }
   engine_ = make_mpi();
 }
 
@@ -42,6 +38,17 @@ std::string mpi_library() {
   return words.substr(0, words.find_first_of(",\n"));
 }
 
+// The interface for tools may be used before MPI_Init, and offers the level that MPI itself does.
+std::string mpi_thread_level() {
+  int level = MPI_THREAD_SINGLE;
+  if (MPI_T_init_thread(MPI_THREAD_MULTIPLE, &level) != MPI_SUCCESS) return {};
+  MPI_T_finalize();
+  return level >= MPI_THREAD_MULTIPLE     ? "MPI_THREAD_MULTIPLE"
+         : level >= MPI_THREAD_SERIALIZED ? "MPI_THREAD_SERIALIZED"
+         : level >= MPI_THREAD_FUNNELED   ? "MPI_THREAD_FUNNELED"
+                                          : "MPI_THREAD_SINGLE";
+}
+
 #else
 
 MpiSession::MpiSession() {
@@ -50,6 +57,7 @@ MpiSession::MpiSession() {
 MpiSession::~MpiSession() = default;
 void MpiSession::abort(int exit_code) { std::_Exit(exit_code); }
 std::string mpi_library() { return {}; }
+std::string mpi_thread_level() { return {}; }
 
 #endif
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// MPI belongs to the program, not to the library. A session initialises it with the thread level that the engine needs,
-// and finalises it. In a build without MPI the constructor throws.
+// MPI belongs to the program, not to the library. A session initialises it with the best thread level that it has, and
+// finalises it. In a build without MPI the constructor throws.
 #pragma once
 
 #include <memory>
@@ -12,7 +12,7 @@ namespace gradwire::app {
 
 class MpiSession {
  public:
-  MpiSession();   // Error{unsupported} without MPI, or when it lacks MPI_THREAD_MULTIPLE
+  MpiSession();   // Error{unsupported} without MPI
   ~MpiSession();  // finalises
   MpiSession(const MpiSession&) = delete;
   MpiSession& operator=(const MpiSession&) = delete;
@@ -25,5 +25,8 @@ class MpiSession {
 };
 
 std::string mpi_library();  // what the MPI library says of itself; empty without MPI
+// The highest thread level that the library offers, such as "MPI_THREAD_MULTIPLE"; empty if it does not say, or without
+// MPI. MPI is not started for this, which would take a launcher.
+std::string mpi_thread_level();
 
 }  // namespace gradwire::app

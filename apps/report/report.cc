@@ -45,6 +45,25 @@ std::string value_text(double value, Metric metric) {
   return metric == Metric::accuracy ? fmt::format("{:.2f} %", 100 * value) : fmt::format("{:.4f}", value);
 }
 
+// The records of a comparison, sorted by the names of their folders, that of a single run, or a record itself.
+std::vector<std::string> records_of(const fs::path& place) {
+  std::error_code failed;
+  const fs::file_status status = fs::status(place, failed);
+  if (!fs::exists(status))
+    throw Error(ErrorKind::usage, fmt::format("{}: no runs; expected an existing folder with run.json", place.string()),
+                "dir");
+  if (!fs::is_directory(status)) return {place.string()};
+  if (fs::exists(place / "run.json", failed)) return {(place / "run.json").string()};
+  std::vector<std::string> paths;
+  for (fs::directory_iterator entry(place / "runs", failed), end; !failed && entry != end; entry.increment(failed)) {
+    const fs::path path = entry->path() / "run.json";
+    std::error_code ignored;
+    if (fs::exists(path, ignored)) paths.push_back(path.string());
+  }
+  std::sort(paths.begin(), paths.end());
+  return paths;
+}
+
 // Table counts bytes, so a character beyond ASCII in a label would shift the columns of its row.
 std::string ascii(std::string label) {
   for (size_t at; (at = label.find("\u00b7")) != std::string::npos;) label.replace(at, 2, "/");
@@ -53,23 +72,29 @@ std::string ascii(std::string label) {
 
 }  // namespace
 
-std::vector<json> read_runs(const std::string& dir) {
-  std::vector<std::string> paths;
+std::string report_folder(const std::vector<std::string>& places, const std::string& out) {
+  const bool comparison =
+      places.size() == 1 && fs::is_directory(places[0]) && !fs::exists(fs::path(places[0]) / "run.json");
+  const std::string folder = !out.empty() ? out : comparison ? places[0] : ".";
   std::error_code failed;
-  for (fs::directory_iterator entry(fs::path(dir) / "runs", failed), end; !failed && entry != end;
-       entry.increment(failed)) {
-    const fs::path path = entry->path() / "run.json";
-    std::error_code ignored;
-    if (fs::exists(path, ignored)) paths.push_back(path.string());
-  }
-  if (paths.empty())
-    throw Error(ErrorKind::usage, fmt::format("{}: no runs; expected files like {}/runs/NAME/run.json", dir, dir),
-                "dir");
-  std::sort(paths.begin(), paths.end());
+  fs::create_directories(folder, failed);
+  if (failed) throw Error(ErrorKind::io, fmt::format("{}: {}", folder, failed.message()), "out");
+  return folder;
+}
+
+std::vector<json> read_runs(const std::vector<std::string>& places) {
   std::vector<json> records;
-  for (const std::string& path : paths) {
-    records.push_back(read_record(path));
-    named(path, [&] { return parse_run(records.back()); });
+  for (const std::string& place : places)
+    for (const std::string& path : records_of(place)) {
+      records.push_back(read_record(path));
+      named(path, [&] { return parse_run(records.back()); });
+    }
+  if (records.empty()) {
+    const std::string& first = places.front();
+    throw Error(
+        ErrorKind::usage,
+        fmt::format("{}: no runs; expected files like {}/runs/NAME/run.json or {}/run.json", first, first, first),
+        "dir");
   }
   return records;
 }

@@ -13,9 +13,14 @@
 
 namespace gradwire::app {
 
-// The records of all runs under `dir`, sorted by the names of their folders. A folder without a record belongs to a run
-// that has not written one yet; it is skipped. Error{usage}: there is no record. Error{frame}: a record is damaged.
-std::vector<nlohmann::json> read_runs(const std::string& dir);
+// The records of all runs in `places`. A place is the folder of a comparison, with runs/<name>/run.json, or that of a
+// single run, with run.json, or a record. A folder without any belongs to a run that has not written one yet; it is
+// skipped. Error{usage}: a place does not exist, or there is no record. Error{frame}: a record is damaged.
+std::vector<nlohmann::json> read_runs(const std::vector<std::string>& places);
+
+// The folder that a report of these places goes to, which is made: `out`, or else the folder of a comparison if that is
+// the only place, since a report of anything else belongs to none of the places, or else the current one.
+std::string report_folder(const std::vector<std::string>& places, const std::string& out);
 
 // Writes results.csv, report.html and, if asked, the plots into `dir`; each file all or nothing. Returns the names of
 // the files. Error{usage}: no runs; Error{frame}: a field is missing or wrong, or one run is there twice;

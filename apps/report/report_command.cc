@@ -5,6 +5,8 @@
 
 #include <CLI/CLI.hpp>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "cli/command.h"
 #include "cli/console.h"
@@ -15,14 +17,16 @@ namespace gradwire::app {
 namespace {
 
 struct ReportOptions {
-  std::string dir, plot;
+  std::vector<std::string> places;
+  std::string out, plot;
 };
 
 void report(const ReportOptions& options) {
-  const std::vector<nlohmann::json> runs = read_runs(options.dir);
+  const std::vector<nlohmann::json> runs = read_runs(options.places);
+  const std::string folder = report_folder(options.places, options.out);
   print(report_table(runs) + "\n");
-  for (const std::string& name : write_report(options.dir, runs, options.plot == "png"))
-    print(fmt::format("wrote {}/{}\n", options.dir, name));
+  for (const std::string& name : write_report(folder, runs, options.plot == "png"))
+    print(fmt::format("wrote {}/{}\n", folder, name));
   if (!report_has_charts())
     print(
         "report.html has tables only: this build did not find Chart.js (apt-get install libjs-chart.js, then build "
@@ -33,11 +37,16 @@ void report(const ReportOptions& options) {
 
 void add_report(CLI::App& app, Action& action) {
   CLI::App* command =
-      app.add_subcommand("report", "Write results.csv, report.html and plots for the runs of a comparison");
+      app.add_subcommand("report", "Write results.csv, report.html and plots for the runs of comparisons");
   auto options = std::make_shared<ReportOptions>();
-  add_file(*command, "dir", options->dir, "Folder of a comparison, with files runs/NAME/run.json");
+  command
+      ->add_option("dir", options->places, "Folders of comparisons, with files runs/NAME/run.json, or of single runs")
+      ->type_name("")
+      ->required();
+  command->add_option("--out", options->out, "Folder for the report; default: the comparison if one is given, else .")
+      ->type_name("DIR");
   add_choice(*command, "--plot", options->plot, {"png"}, "Draw plots for papers too (needs gnuplot)");
-  command->footer("Example:\n  gradwire report comparison/ --plot png");
+  command->footer("Examples:\n  gradwire report comparison/ --plot png\n  gradwire report runs/*");
   command->callback([&action, options] { action = [options] { report(*options); }; });
 }
 

@@ -59,6 +59,7 @@ std::vector<train::Settings> runs_of(const CompareOptions& options) {
         train::Settings settings = options.training.settings;
         settings.codec = codec;
         settings.collective = collective;
+        if (!settings.keeps_residuals()) settings.decay = 1;  // of the others
         settings.seed += static_cast<uint64_t>(seed);
         settings.check();
         list.push_back(settings);

@@ -48,7 +48,7 @@ void train_one(const TrainingOptions& options, Engine* engine) {
 void train_for_server(TrainingOptions& options) {
   const auto given = [&](const char* name) { return options.command->get_option(name)->count() > 0; };
   for (const char* name : {"--engine", "--checkpoint", "--resume", "--resume-previous", "--save-every", "--check",
-                           "--meter-every", "--collective", "--residual", "--exchange", "--first-steps"})
+                           "--meter-every", "--collective", "--residual", "--decay", "--exchange", "--first-steps"})
     if (given(name))
       throw Error(ErrorKind::usage,
                   fmt::format("{} is given; it is not allowed with --server, which decides it", name + 2), name + 2);

@@ -77,6 +77,8 @@ void add_training(CLI::App& command, TrainingOptions& options) {
              "Error feedback; codec: on for the codecs that need it");
   add_choice(command, "--residual", s.residual, {"f32", "bf16"},
              "Data type of the residuals; bf16 takes half the memory");
+  number("--decay", s.decay,
+         "What is left of a residual when it is added to the next step: above 0, to 1. Below 1 old residuals fade");
   add_choice(command, "--exchange", s.exchange, {"auto", "gradients", "momenta"},
              "What workers send each other; auto: momenta where adam or adamw meets a codec with error feedback");
   command

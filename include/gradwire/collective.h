@@ -66,6 +66,8 @@ struct ReduceOptions {
   Feedback feedback = Feedback::codec;
   Feedback owner_feedback = Feedback::on;  // scatter: of the second encoding
   DType residual = DType::f32;             // f32 or bf16
+  // Above 0, to 1: what is left of a residual when it is added to the next step, in both directions. 1: all of it.
+  float decay = 1.0f;
   uint64_t seed = 0;
   // if_finite: a step commits itself if all of its results are finite. All ranks hold the same results, so they decide
   // alike; a step with a NaN or an Inf changes no residual and teaches no codec. manual: the caller decides on every

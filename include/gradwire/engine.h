@@ -8,7 +8,8 @@
 // There is never a hang and never wrong data. A peer that sends another length than expected causes an Error{mismatch}.
 //
 // Threads: an engine and its handles belong to one thread. While a Reducer exists on an engine, its operations run on
-// the reducer's thread, and the program must not start others.
+// the reducer's thread, and the program must not start others. An engine that stays on its thread makes the reducer do
+// the same: its steps run inside start().
 #pragma once
 
 #include <chrono>
@@ -50,6 +51,8 @@ class Engine {
   virtual std::string name() const = 0;  // "loopback", "mpi"
   virtual int rank() const = 0;
   virtual int size() const = 0;
+  // Operations may run only on the thread that made this engine, and bytes may move only inside its calls.
+  virtual bool stays_on_its_thread() const { return false; }
 
   // send[p] goes to rank p; recv[p] comes from rank p (this rank's own included). Sizes may differ, also be zero.
   virtual Handle all_to_all(std::span<const ConstBytes> send, std::span<const Bytes> recv) = 0;

@@ -27,9 +27,14 @@
 
 namespace gradwire {
 
-// Collective over `communicator`, which is duplicated. MPI must be initialised with MPI_THREAD_MULTIPLE (else this
-// throws Error{unsupported}), and is never finalised here: the engine must be destroyed before MPI_Finalize. The engine
-// has a thread of its own for progress and time-outs; its calls follow the rule of engine.h.
+// Collective over `communicator`, which is duplicated. MPI must be initialised, and is never finalised here: the engine
+// must be destroyed before MPI_Finalize. All ranks should have the same thread level.
+//
+// With MPI_THREAD_MULTIPLE the engine has a thread of its own for progress and time-outs, and its calls follow the rule
+// of engine.h. With a lower level it stays on the thread that made it, which MPI_THREAD_FUNNELED and MPI_THREAD_SINGLE
+// want to be the main thread (else this throws Error{unsupported}). Bytes then move, and a failure of a peer is
+// noticed, only while that thread is inside a call of an engine, and nothing overlaps with the program's own work. With
+// MPI_THREAD_SERIALIZED the program sees to it that no other thread is inside MPI meanwhile.
 std::unique_ptr<Engine> make_mpi(MPI_Comm communicator = MPI_COMM_WORLD);
 
 }  // namespace gradwire

@@ -35,7 +35,7 @@ struct Device {
   void* stream = nullptr;  // cuda: a cudaStream_t
 };
 
-// Error feedback in the encode pass: x = g + loss_scale * before; after = (x - decode(encode(x))) / loss_scale.
+// Error feedback in the encode pass: x = g + loss_scale * decay * before; after = (x - decode(encode(x))) / loss_scale.
 // One entry per tensor; null pointers mean no feedback for that tensor. `before` and `after` may not overlap. A unit
 // that holds a NaN or an Inf keeps its residual: after = before.
 struct Residuals {
@@ -43,6 +43,7 @@ struct Residuals {
   std::span<void* const> after;
   DType dtype = DType::f32;  // f32 or bf16
   float loss_scale = 1.0f;   // gradients arrive multiplied by it; residuals are stored without it
+  float decay = 1.0f;        // above 0, to 1: what is left of an old residual when it is added
 };
 
 // A block of 1024 elements of a tensor of the plan.

@@ -22,6 +22,14 @@ struct SignBody {
   }
   static GW_BODY bool bad(uint32_t, const Scheme&) { return false; }
 
+  // The grid of the sums may round values up, and the mean of the largest floats past what a float can hold.
+  static GW_BODY float mean(double sum, double step, uint64_t count) {
+    constexpr double kLargest = 0x1.fffffep127;
+    if (count == 0) return 0.0f;
+    const double value = sum / kSumScale * step / static_cast<double>(count);
+    return static_cast<float>(value < kLargest ? value : kLargest);
+  }
+
   // Both means, from sums of integers. An empty side has mean 0, written as +0 so that equal tensors give equal bytes.
   static GW_BODY void make_scales(const Scheme&, uint32_t absmax, const Sums& sums, uint64_t n, uint32_t* scales) {
     if (absmax >= kInfBits) {
@@ -29,13 +37,8 @@ struct SignBody {
       return;
     }
     const double step = grid_step(absmax);
-    const uint64_t others = n - sums.negative;
-    const float first =
-        others ? static_cast<float>(static_cast<double>(sums.first) / kSumScale * step / static_cast<double>(others))
-               : 0.0f;
-    const float second = sums.negative ? -static_cast<float>(static_cast<double>(sums.second) / kSumScale * step /
-                                                             static_cast<double>(sums.negative))
-                                       : 0.0f;
+    const float first = mean(static_cast<double>(sums.first), step, n - sums.negative);
+    const float second = -mean(static_cast<double>(sums.second), step, sums.negative);
     scales[0] = float_bits(first);
     scales[1] = float_bits(second) == 0x80000000u ? 0u : float_bits(second);
   }

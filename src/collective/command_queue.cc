@@ -28,7 +28,7 @@ std::shared_ptr<CommandQueue> find(Engine& engine) {
 
 std::shared_ptr<CommandQueue> CommandQueue::of(Engine& engine) {
   if (auto queue = find(engine)) return queue;
-  auto fresh = std::make_shared<CommandQueue>();
+  auto fresh = std::make_shared<CommandQueue>(engine.stays_on_its_thread());
   std::lock_guard lock(registry().mutex);
   std::weak_ptr<CommandQueue>& slot = registry().queues[&engine];
   if (auto other = slot.lock()) return other;
@@ -36,7 +36,9 @@ std::shared_ptr<CommandQueue> CommandQueue::of(Engine& engine) {
   return fresh;
 }
 
-CommandQueue::CommandQueue() : thread_([this] { work(); }) {}
+CommandQueue::CommandQueue(bool callers_thread) {
+  if (!callers_thread) thread_ = std::thread([this] { work(); });
+}
 
 CommandQueue::~CommandQueue() {
   {
@@ -44,7 +46,7 @@ CommandQueue::~CommandQueue() {
     stop_ = true;
   }
   wake_.notify_one();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void CommandQueue::Ticket::wait() {
@@ -62,6 +64,10 @@ void CommandQueue::Ticket::finish(std::exception_ptr error) {
 
 std::shared_ptr<CommandQueue::Ticket> CommandQueue::submit(std::function<void()> task) {
   auto ticket = std::make_shared<Ticket>();
+  if (!thread_.joinable()) {
+    run(std::move(task), *ticket);
+    return ticket;
+  }
   {
     std::lock_guard lock(mutex_);
     tasks_.emplace_back(std::move(task), ticket);
@@ -82,16 +88,20 @@ void CommandQueue::work() {
     auto [task, ticket] = std::move(tasks_.front());
     tasks_.pop_front();
     lock.unlock();
-    std::exception_ptr error;
-    try {
-      task();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    task = nullptr;  // what it owns is released before the waiting thread wakes up
-    ticket->finish(std::move(error));
+    run(std::move(task), *ticket);
     lock.lock();
   }
+}
+
+void CommandQueue::run(std::function<void()> task, Ticket& ticket) {
+  std::exception_ptr error;
+  try {
+    task();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  task = nullptr;  // what it owns is released before the waiting thread wakes up
+  ticket.finish(std::move(error));
 }
 
 void run_in_order(Engine& engine, const std::function<void()>& task) {

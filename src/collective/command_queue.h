@@ -2,7 +2,8 @@
 // All ranks must start the same operations on an engine in the same order, so everything that uses an engine goes
 // through one thread: the CommandQueue of that engine. It runs tasks one after the other in the order in which they are
 // submitted, which is the order of the program and so the same on all ranks. Several reducers on one engine share the
-// queue; if each had a thread of its own, their operations would interleave differently on every rank.
+// queue; if each had a thread of its own, their operations would interleave differently on every rank. An engine that
+// stays on its thread has a queue without a thread, where submit() runs the task itself.
 #pragma once
 
 #include <condition_variable>
@@ -36,7 +37,7 @@ class CommandQueue {
   };
 
   static std::shared_ptr<CommandQueue> of(Engine& engine);  // it ends with its last owner
-  CommandQueue();
+  explicit CommandQueue(bool callers_thread = false);
   ~CommandQueue();  // runs the tasks that were submitted before
   CommandQueue(const CommandQueue&) = delete;
   CommandQueue& operator=(const CommandQueue&) = delete;
@@ -46,6 +47,7 @@ class CommandQueue {
 
  private:
   void work();
+  static void run(std::function<void()> task, Ticket& ticket);
 
   std::mutex mutex_;
   std::condition_variable wake_;

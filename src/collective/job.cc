@@ -45,6 +45,13 @@ Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOption
                 fmt::format("residual is {}; with feedback and owner_feedback off there are no residuals",
                             gradwire::name_of(options.residual)),
                 "residual");
+  if (!(options.decay > 0 && options.decay <= 1))
+    throw Error(ErrorKind::usage, fmt::format("decay is {}; allowed is above 0, to 1", options.decay), "decay");
+  if (options.decay != 1 && options.feedback == ReduceOptions::Feedback::off &&
+      options.owner_feedback == ReduceOptions::Feedback::off)
+    throw Error(ErrorKind::usage,
+                fmt::format("decay is {}; with feedback and owner_feedback off there are no residuals", options.decay),
+                "decay");
   if (!options.model.empty() && options.commit != ReduceOptions::Commit::manual)
     throw Error(ErrorKind::usage, "model is given; reducers that learn together need commit = manual", "model");
   std::set<std::string_view> names;
@@ -68,15 +75,16 @@ Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOption
 
 Handshake Job::handshake() const {
   Handshake handshake;
-  handshake.common = {{"version", std::to_string(kWireVersion)},
-                      {"collective", collective},
-                      {"op", options.op == ReduceOptions::Op::mean ? "mean" : "sum"},
-                      {"up", up_text_},
-                      {"down", down_text_},
-                      {"feedback", fmt::format("{}, owner {}, {}", name_of(options.feedback),
-                                               name_of(options.owner_feedback), gradwire::name_of(options.residual))},
-                      {"seed", std::to_string(options.seed)},
-                      {"steps", std::to_string(options.steps)}};
+  handshake.common = {
+      {"version", std::to_string(kWireVersion)},
+      {"collective", collective},
+      {"op", options.op == ReduceOptions::Op::mean ? "mean" : "sum"},
+      {"up", up_text_},
+      {"down", down_text_},
+      {"feedback", fmt::format("{}, owner {}, {}, decay {}", name_of(options.feedback), name_of(options.owner_feedback),
+                               gradwire::name_of(options.residual), options.decay)},
+      {"seed", std::to_string(options.seed)},
+      {"steps", std::to_string(options.steps)}};
   for (size_t i = 0; i < tensors.size(); ++i)
     handshake.tensors.push_back({{"name", tensors[i].name},
                                  {"count", std::to_string(tensors[i].count)},
@@ -139,9 +147,14 @@ void Job::check_pointers(std::span<const void* const> pointers, const char* what
   if (pointers.size() != tensors.size())
     throw Error(ErrorKind::usage,
                 fmt::format("{} has {} pointers; there are {} tensors", what, pointers.size(), tensors.size()), what);
-  for (size_t i = 0; i < tensors.size(); ++i)
-    if (!pointers[i] && tensors[i].count > 0)
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].count == 0) continue;
+    if (!pointers[i])
       throw Error(ErrorKind::usage, fmt::format("{} is null for tensor {} ('{}')", what, i, tensors[i].name), what);
+    if (reinterpret_cast<uintptr_t>(pointers[i]) % bytes_of(tensors[i].dtype) != 0)
+      throw Error(ErrorKind::usage,
+                  fmt::format("{} is not aligned to the elements of tensor {} ('{}')", what, i, tensors[i].name), what);
+  }
 }
 
 }  // namespace gradwire

@@ -6,14 +6,11 @@ namespace gradwire {
 void MessageCoder::begin(const StepContext& context, Direction direction, float scale, std::span<const Shard> shards) {
   residuals_.reset();
   if (!context.feedback) return;
-  if (context.idle.empty()) {
-    residuals_ = context.feedback->begin(direction, context.step, coding_.plan().tensors(), scale);
-    return;
-  }
   std::vector<TensorSpec> specs = coding_.plan().tensors();
-  for (size_t i = 0; i < specs.size(); ++i)
+  for (size_t i = 0; i < specs.size() && !context.idle.empty(); ++i)
     if (context.idle[shards[i].tensor]) specs[i].count = 0;  // nothing of this tensor takes part
   residuals_ = context.feedback->begin(direction, context.step, specs, scale);
+  residuals_->residuals.decay = context.decay;
 }
 
 void MessageCoder::encode(std::span<const void* const> shards, const Stamp& stamp, Bytes message, HostStaging& staging,

@@ -18,7 +18,7 @@ namespace gradwire {
 struct StepContext {
   uint64_t step;
   ErrorFeedback* feedback;  // may be null
-  float loss_scale;
+  float loss_scale, decay;
   std::span<const uint8_t> idle =
       {};  // per tensor of the job, or empty; an idle tensor keeps its residual in this step
 };

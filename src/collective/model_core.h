@@ -30,7 +30,9 @@ struct ModelCore {
 
   // The course of a step: begin, then end, commit, leave_open or abandon.
   void begin(uint64_t step, const StepOptions& how);
-  StepContext context(std::span<const uint8_t> idle = {}) { return {*step, &feedback, how.loss_scale, idle}; }
+  StepContext context(std::span<const uint8_t> idle = {}) {
+    return {*step, &feedback, how.loss_scale, options.reduce.decay, idle};
+  }
   void choose(Direction direction);         // the codecs of the step; epochs tells whether they have changed
   Learning* learning(Direction direction);  // null where this step teaches nothing
   void end();         // takes the step if its results are finite. On a GPU this only enqueues, unless a codec learns

@@ -83,7 +83,7 @@ void reduce_scatter(Engine& engine, std::span<const NamedTensor> tensors, const 
         BucketPlan plan{.up = by_owner(shards(tensors, engine.size()), engine.size()), .sums = ShardSums::Use::floats};
         bucket.emplace(engine, *job, std::move(plan), timer);
         sums = cut<void*>(bucket->core().up_shards(), out, "out");
-        bucket->begin({step, feedback, 1.0f});
+        bucket->begin({step, feedback, 1.0f, options.decay});
       },
       [&] { bucket->up(step, in, sums); });
 }
@@ -102,7 +102,7 @@ void all_gather(Engine& engine, std::span<const NamedTensor> tensors, const Redu
         bucket.emplace(engine, *job, BucketPlan{.down = by_owner(shards(tensors, engine.size()), engine.size())},
                        timer);
         values = cut<const void*>(bucket->core().down_shards(), mine, "mine");
-        bucket->begin({step, feedback, 1.0f});
+        bucket->begin({step, feedback, 1.0f, options.decay});
       },
       [&] { bucket->down(step, values, out); });
 }
@@ -129,7 +129,7 @@ void broadcast(Engine& engine, std::span<const NamedTensor> tensors, const Reduc
         staging->resize(coder->message_bytes());
         if (engine.rank() != root) return;
         if (feedback) job->add_residuals(*feedback, whole, Direction::down);
-        coder->begin({step, feedback, 1.0f}, Direction::down, 1.0f, whole);
+        coder->begin({step, feedback, 1.0f, options.decay}, Direction::down, 1.0f, whole);
       },
       [&] {
         const std::vector<void*> at = locate(*job, whole, tensors_data);

@@ -282,7 +282,7 @@ struct Driver {
   template <class B>
   static void encode(const Span& s, const UnitParams* whole, Scratch& scratch, LaneSums& check) {
     const Scheme& scheme = *s.scheme;
-    const float unscale = 1.0f / s.loss_scale;
+    const float unscale = s.unscale;
     float* const residual =
         s.before ? scratch.x : nullptr;  // in place: with feedback x is always loaded into scratch.x
     UnitParams params[32];

@@ -73,6 +73,7 @@ struct CudaJob {
   bool aligned = false;      // every tensor of the group is aligned to 16 bytes
   uint32_t main_blocks = 0;  // thread blocks for full blocks; others come before them, for the head and the tails
   uint32_t unit_shift = 0;   // units of one block or more: block >> unit_shift is the unit
+  // Of the residual that is added, its decay included, and of the new one.
   float loss_scale = 1, unscale = 1;
   const uint64_t* keys = nullptr;  // tensor_key() of every tensor for this call
   uint32_t* body = nullptr;

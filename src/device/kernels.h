@@ -29,7 +29,7 @@ struct Span {
   const void* before = nullptr;  // error feedback, or null
   void* after = nullptr;
   DType residual = DType::f32;
-  float loss_scale = 1.0f;
+  float loss_scale = 1.0f, unscale = 1.0f;  // of the residual that is added, its decay included; of the new one
 
   uint64_t key = 0;            // tensor_key()
   uint64_t first_block = 0;    // of the piece in its tensor

@@ -34,6 +34,7 @@ class MpiEngine : public Engine {
   std::string name() const override { return "mpi"; }
   int rank() const override { return core_->rank(); }
   int size() const override { return core_->world(); }
+  bool stays_on_its_thread() const override { return core_->progress() == MpiCore::Progress::callers_thread; }
 
   Handle all_to_all(std::span<const ConstBytes> send, std::span<const Bytes> recv) override {
     return start(all_to_all_call(size(), send, recv));
@@ -48,7 +49,7 @@ class MpiEngine : public Engine {
 
   uint64_t bytes_sent() const override { return traffic_->bytes(); }
   void set_timeout(std::chrono::milliseconds timeout) override { core_->set_timeout(checked_timeout(timeout)); }
-  void poison(const std::string& why) override { core_->condemn(poisoned(rank(), why)); }
+  void poison(const std::string& why) override { core_->condemn_and_tell(poisoned(rank(), why)); }
 
  private:
   Handle start(Call call) {
@@ -82,22 +83,26 @@ std::unique_ptr<Engine> MpiEngine::split(int colour) {
   MPI_Comm payload = MPI_COMM_NULL, control = MPI_COMM_NULL;
   check_mpi(MPI_Comm_split(core_->payload(), static_cast<int>(index), rank(), &payload), "MPI_Comm_split");
   check_mpi(MPI_Comm_dup(payload, &control), "MPI_Comm_dup");
-  const auto core = std::make_shared<MpiCore>(payload, control, group_of(colours, rank()), core_->timeout());
+  const auto core = MpiCore::make(payload, control, group_of(colours, rank()), core_->timeout(), core_->progress());
   core_->adopt(core);
   return std::make_unique<MpiEngine>(core, traffic_);
 }
 
-const char* level_name(int level) {
-  switch (level) {
-    case MPI_THREAD_SINGLE:
-      return "MPI_THREAD_SINGLE";
-    case MPI_THREAD_FUNNELED:
-      return "MPI_THREAD_FUNNELED";
-    case MPI_THREAD_SERIALIZED:
-      return "MPI_THREAD_SERIALIZED";
-    default:
-      return "an unknown level";
+// Where the engine may call MPI. Below MPI_THREAD_SERIALIZED the main thread alone may.
+MpiCore::Progress allowed_progress() {
+  int level = MPI_THREAD_SINGLE, main = 1;
+  MPI_Query_thread(&level);
+  if (level >= MPI_THREAD_MULTIPLE) return MpiCore::Progress::own_thread;
+  MPI_Is_thread_main(&main);
+  if (level < MPI_THREAD_SERIALIZED && !main) {
+    throw Error(ErrorKind::unsupported,
+                std::string("MPI provides ") +
+                    (level == MPI_THREAD_FUNNELED ? "MPI_THREAD_FUNNELED" : "MPI_THREAD_SINGLE") +
+                    ", so only the thread that initialised MPI may make an engine; other threads need "
+                    "MPI_THREAD_MULTIPLE",
+                "engine");
   }
+  return MpiCore::Progress::callers_thread;
 }
 
 }  // namespace
@@ -105,29 +110,22 @@ const char* level_name(int level) {
 bool mpi_built() { return true; }
 
 std::unique_ptr<Engine> make_mpi(MPI_Comm communicator) {
-  int initialised = 0, finalised = 0, level = MPI_THREAD_SINGLE;
+  int initialised = 0, finalised = 0;
   MPI_Initialized(&initialised);
   MPI_Finalized(&finalised);
   if (!initialised || finalised) {
     throw Error(ErrorKind::usage,
                 std::string(finalised ? "MPI is finalised already" : "MPI is not initialised") +
-                    "; engine mpi needs a caller that has called MPI_Init_thread with MPI_THREAD_MULTIPLE",
+                    "; engine mpi needs a caller that has called MPI_Init_thread, best with MPI_THREAD_MULTIPLE",
                 "engine");
   }
-  MPI_Query_thread(&level);
-  if (level < MPI_THREAD_MULTIPLE) {
-    throw Error(ErrorKind::unsupported,
-                std::string("MPI provides ") + level_name(level) +
-                    "; engine mpi has a thread of its own: ask MPI_Init_thread for MPI_THREAD_MULTIPLE",
-                "engine");
-  }
+  const MpiCore::Progress progress = allowed_progress();
   if (communicator == MPI_COMM_NULL)
     throw Error(ErrorKind::usage, "communicator is MPI_COMM_NULL; a group of ranks is needed", "communicator");
   MPI_Comm payload = MPI_COMM_NULL, control = MPI_COMM_NULL;
   check_mpi(MPI_Comm_dup(communicator, &payload), "MPI_Comm_dup");
   check_mpi(MPI_Comm_dup(payload, &control), "MPI_Comm_dup");
-  return std::make_unique<MpiEngine>(std::make_shared<MpiCore>(payload, control, std::vector<int>{}, kDefaultTimeout),
-                                     nullptr);
+  return std::make_unique<MpiEngine>(MpiCore::make(payload, control, {}, kDefaultTimeout, progress), nullptr);
 }
 
 }  // namespace gradwire

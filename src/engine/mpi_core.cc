@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The callers' side of an MPI engine's core: how it is made and ends, and how threads hand it operations, wait for them
-// and poison it. What the progress thread does with them is in mpi_progress.cc, the protocol in mpi_core.h.
+// and poison it. How these make progress is in mpi_progress.cc, the protocol in mpi_core.h.
 #include "engine/mpi_core.h"
 
 #include <fmt/format.h>
@@ -15,6 +15,12 @@ namespace gradwire::engine_detail {
 namespace {
 
 std::atomic<size_t> piece_bytes{size_t{1} << 30};
+
+// The engines of this thread that have no thread of their own.
+thread_local std::vector<std::weak_ptr<MpiCore>> callers_engines;
+
+// How many turns a wait adds so that what this rank has told its peers leaves it before the caller computes again.
+constexpr int kLastTurns = 200;
 
 }  // namespace
 
@@ -31,11 +37,20 @@ void check_mpi(int code, const char* call) {
   throw Error(ErrorKind::engine, fmt::format("{} failed: {}", call, words), kMpi);
 }
 
-MpiCore::MpiCore(MPI_Comm payload, MPI_Comm control, std::vector<int> group, std::chrono::milliseconds timeout)
+std::shared_ptr<MpiCore> MpiCore::make(MPI_Comm payload, MPI_Comm control, std::vector<int> group,
+                                       std::chrono::milliseconds timeout, Progress progress) {
+  auto core = std::make_shared<MpiCore>(payload, control, std::move(group), timeout, progress);
+  if (progress == Progress::callers_thread) callers_engines.push_back(core);
+  return core;
+}
+
+MpiCore::MpiCore(MPI_Comm payload, MPI_Comm control, std::vector<int> group, std::chrono::milliseconds timeout,
+                 Progress progress)
     : payload_(payload),
       control_(control),
       group_(std::move(group)),
       piece_bytes_(piece_bytes.load()),
+      progress_(progress),
       timeout_(timeout) {
   // A failing call must come back to us, and not end the job.
   check_mpi(MPI_Comm_set_errhandler(payload_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
@@ -48,7 +63,26 @@ MpiCore::MpiCore(MPI_Comm payload, MPI_Comm control, std::vector<int> group, std
   for (int p = 0; p < world_; ++p) {
     if (p != rank_) listen(p);
   }
-  thread_ = std::thread([this] { run(); });
+  if (progress_ == Progress::own_thread) thread_ = std::thread([this] { run(); });
+}
+
+bool MpiCore::advance_callers_engines() noexcept {
+  bool progressed = false;
+  std::erase_if(callers_engines, [](const auto& weak) { return weak.expired(); });
+  for (size_t i = 0; i < callers_engines.size(); ++i) {
+    if (const auto core = callers_engines[i].lock()) progressed |= core->advance();
+  }
+  return progressed;
+}
+
+// MPI was promised that only this thread calls it.
+void MpiCore::expect_own_thread() const {
+  if (std::this_thread::get_id() == made_on_) return;
+  throw Error(
+      ErrorKind::usage,
+      "this engine is used on another thread than the one that made it; without MPI_THREAD_MULTIPLE it stays on "
+      "its thread",
+      "engine");
 }
 
 // All handles are gone by now (they hold the core): nothing is in the air but what poison has left there. The others'
@@ -61,7 +95,19 @@ MpiCore::~MpiCore() {
     closing_ = true;
   }
   work_.notify_all();
-  thread_.join();
+  if (progress_ == Progress::own_thread) {
+    thread_.join();
+  } else if (std::this_thread::get_id() == made_on_) {
+    for (;;) {
+      const bool progressed = advance();
+      if (ended_) break;
+      rest(advance_callers_engines() || progressed);
+    }
+  } else {
+    leaky_ = true;  // MPI may not be called here, so the peers find out by their time-outs
+    leak_inboxes();
+    return;
+  }
   int finalised = 0;
   MPI_Finalized(&finalised);
   if (finalised || leaky_) {
@@ -84,23 +130,37 @@ void MpiCore::leak_inboxes() {
 }
 
 std::shared_ptr<MpiOperation> MpiCore::start(Call call) {
+  const bool inside = progress_ == Progress::callers_thread;
+  if (inside) {
+    expect_own_thread();
+    advance_callers_engines();
+  }
   std::unique_lock lock(mutex_);
   if (failure_) failure_->raise();
   const auto operation = std::make_shared<MpiOperation>(started_++, std::move(call));
   const Offer own = offer_to(operation->call, rank_);
   if (const auto failure = compare(operation->sequence, rank_, own, rank_, own)) {
     lock.unlock();
-    condemn(*failure);
+    condemn_and_tell(*failure);
     failure->raise();
   }
   orders_.push_back(operation);
   work_.notify_one();
+  lock.unlock();
+  if (inside) advance_callers_engines();  // the peers may already agree on it
   return operation;
 }
 
 bool MpiCore::wait_complete(MpiOperation& operation) {
+  if (progress_ == Progress::callers_thread) expect_own_thread();
   std::unique_lock lock(mutex_);
   operation.waited_since = SteadyClock::now();
+  if (progress_ == Progress::callers_thread) {
+    lock.unlock();
+    while (!operation.over) rest(advance_callers_engines());
+    for (int turns = 0; !telling_.empty() && turns < kLastTurns; ++turns) advance_callers_engines();
+    return operation.complete;
+  }
   done_.wait(lock, [&] { return operation.over; });
   return operation.complete;
 }
@@ -127,6 +187,11 @@ void MpiCore::condemn(const EngineFailure& failure) {
   for (const auto& weak : children) {
     if (const auto child = weak.lock()) child->condemn(inherited(failure, child->group_));
   }
+}
+
+void MpiCore::condemn_and_tell(const EngineFailure& failure) {
+  condemn(failure);
+  if (progress_ == Progress::callers_thread && std::this_thread::get_id() == made_on_) advance_callers_engines();
 }
 
 void MpiCore::adopt(const std::shared_ptr<MpiCore>& child) {

@@ -2,6 +2,10 @@
 // The heart of one MPI engine: two communicators, a progress thread, and what the ranks tell each other.
 //
 // Open MPI moves bytes only inside MPI calls, so a progress thread makes them all: callers queue operations and sleep.
+// Below MPI_THREAD_MULTIPLE there is no such thread. The thread that made the engine then does the same work inside
+// start(), wait(), condemn_and_tell() and the destructor, for all of its engines at once: ranks that wait for different
+// engines would wait for each other otherwise.
+//
 // The `control` communicator carries small messages, in order between two ranks:
 //   offer   I have started operation n: code, root, bytes I send you and expect from you
 //   stop    I am poisoned, for this reason; I posted payload with you for the operations before n, and never will again
@@ -60,8 +64,12 @@ struct MpiOperation {
 
 class MpiCore {
  public:
+  enum class Progress { own_thread, callers_thread };
   // Owns the communicators from here on. group[i]: the rank in the engine this one was split from.
-  MpiCore(MPI_Comm payload, MPI_Comm control, std::vector<int> group, std::chrono::milliseconds timeout);
+  static std::shared_ptr<MpiCore> make(MPI_Comm payload, MPI_Comm control, std::vector<int> group,
+                                       std::chrono::milliseconds timeout, Progress progress);
+  MpiCore(MPI_Comm payload, MPI_Comm control, std::vector<int> group, std::chrono::milliseconds timeout,
+          Progress progress);
   ~MpiCore();
   MpiCore(const MpiCore&) = delete;
   MpiCore& operator=(const MpiCore&) = delete;
@@ -69,12 +77,14 @@ class MpiCore {
   int rank() const { return rank_; }
   int world() const { return world_; }
   MPI_Comm payload() const { return payload_; }
+  Progress progress() const { return progress_; }
 
   std::shared_ptr<MpiOperation> start(Call call);
   void wait(MpiOperation& operation);
   bool wait_complete(MpiOperation& operation);  // false: it failed. Does not mind poison that came after its end.
   void condemn(const EngineFailure& failure);
-  void adopt(const std::shared_ptr<MpiCore>& child);  // poison reaches it from now on
+  void condemn_and_tell(const EngineFailure& failure);  // for callers: peers hear of it without another call
+  void adopt(const std::shared_ptr<MpiCore>& child);    // poison reaches it from now on
   void set_timeout(std::chrono::milliseconds timeout);
   std::chrono::milliseconds timeout();
 
@@ -97,6 +107,9 @@ class MpiCore {
   };
 
   void run() noexcept;
+  bool advance() noexcept;
+  static bool advance_callers_engines() noexcept;
+  void expect_own_thread() const;
   bool turn();
   bool take_orders();
   void admit(const std::shared_ptr<MpiOperation>& operation);
@@ -120,6 +133,8 @@ class MpiCore {
   const MPI_Comm control_;
   const std::vector<int> group_;
   const size_t piece_bytes_;
+  const Progress progress_;
+  const std::thread::id made_on_ = std::this_thread::get_id();
   int rank_ = 0;
   int world_ = 0;
 
@@ -133,7 +148,7 @@ class MpiCore {
   uint64_t started_ = 0;
   bool closing_ = false;
 
-  // The progress thread's own.
+  // Of the thread that makes progress alone.
   std::map<uint64_t, std::shared_ptr<MpiOperation>> operations_;
   std::vector<Peer> peers_;
   std::vector<MPI_Request> listening_;  // by peer
@@ -148,6 +163,7 @@ class MpiCore {
   std::optional<SteadyClock::time_point> leaving_;
   int idle_turns_ = 0;
   bool leaky_ = false;  // something was left in the air: nothing it may touch is freed
+  bool ended_ = false;  // there will be no more progress: the engine is closed, or MPI has failed
   std::thread thread_;
 };
 

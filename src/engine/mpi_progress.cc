@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The progress thread of an MPI engine (the protocol is told in mpi_core.h). It turns in a loop: take orders, test
-// payload, hear what peers say, settle what has ended, look at the clock, rest. It rests on a condition variable, so
-// that a new order is taken at once: for a moment not at all, then for tens of microseconds while something is in the
-// air, and for milliseconds while nothing is, which is how soon poison is noticed by a rank that waits for nothing.
+// The progress of an MPI engine (the protocol is told in mpi_core.h), on a thread of its own or inside its callers'
+// calls. It turns in a loop: take orders, test payload, hear what peers say, settle what has ended, look at the clock,
+// rest. The thread rests on a condition variable, so that a new order is taken at once: for a moment not at all, then
+// for tens of microseconds while something is in the air, and for milliseconds while nothing is, which is how soon
+// poison is noticed by a rank that waits for nothing.
 #include <algorithm>
 #include <cstring>
 #include <exception>
@@ -42,14 +43,22 @@ struct MpiCore::ControlMessage {
 
 void MpiCore::run() noexcept {
   for (;;) {
-    try {
-      const bool progressed = turn();
-      if (closed()) return;
-      rest(progressed);
-    } catch (const std::exception& e) {
-      give_up(e.what());
-      return;
-    }
+    const bool progressed = advance();
+    if (ended_) return;
+    rest(progressed);
+  }
+}
+
+bool MpiCore::advance() noexcept {
+  if (ended_) return false;
+  try {
+    const bool progressed = turn();
+    ended_ = closed();
+    return progressed;
+  } catch (const std::exception& e) {
+    give_up(e.what());
+    ended_ = true;
+    return true;
   }
 }
 

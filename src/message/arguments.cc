@@ -29,6 +29,8 @@ void check_residuals(const Layout& layout, const Residuals& r) {
   if (!(r.loss_scale > 0) || float_bits(r.loss_scale) >= kInfBits)
     throw Error(ErrorKind::usage, fmt::format("loss_scale is {}; allowed is a finite number above 0", r.loss_scale),
                 "loss_scale");
+  if (!(r.decay > 0 && r.decay <= 1))
+    throw Error(ErrorKind::usage, fmt::format("decay is {}; allowed is above 0, to 1", r.decay), "decay");
   for (size_t i = 0; i < r.before.size(); ++i)
     if (!r.before[i] != !r.after[i] || (r.before[i] && r.before[i] == r.after[i]))
       throw Error(ErrorKind::usage, fmt::format("residuals of tensor {} need two different buffers, or none", i),

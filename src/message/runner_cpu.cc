@@ -206,7 +206,8 @@ class CpuRunner final : public Runner {
     s.before = residuals->before[tensor];
     s.after = residuals->after[tensor];
     s.residual = residuals->dtype;
-    s.loss_scale = residuals->loss_scale;
+    s.loss_scale = residuals->loss_scale * residuals->decay;
+    s.unscale = 1.0f / residuals->loss_scale;
   }
 
   // A unit of several blocks, by one thread: the second and third pass over it find it in the cache.

@@ -171,8 +171,8 @@ class CudaRunner final : public Runner {
     }
     const size_t values = picks.size() * kBlock;
     float* out = sample_.room<float>(values);
-    cuda_sample(list, residuals ? residuals->dtype : DType::f32, residuals ? residuals->loss_scale : 1.0f, out,
-                stream_);
+    cuda_sample(list, residuals ? residuals->dtype : DType::f32,
+                residuals ? residuals->loss_scale * residuals->decay : 1.0f, out, stream_);
     return {out, values};
   }
 
@@ -226,7 +226,7 @@ class CudaRunner final : public Runner {
       job.feedback = residuals != nullptr;
       if (residuals) {
         job.residual = residuals->dtype;
-        job.loss_scale = residuals->loss_scale;
+        job.loss_scale = residuals->loss_scale * residuals->decay;
         job.unscale = 1.0f / residuals->loss_scale;
       }
       job.keys = keys_;

@@ -2,7 +2,7 @@
 // SGD with momentum, Adam and AdamW for workers that exchange momenta in place of gradients (docs/algorithms.md). The
 // exchange may be compressed, and may keep residuals: they are kept behind the preconditioner, in units of the update.
 //
-//   g       factor * this worker's gradient, plus weight_decay * w where the decay is part of the gradient
+//   g       factor * this worker's gradient, clipped by its caller, plus weight_decay * w where the decay is in it
 //   den     sqrt(v) / sqrt(1 - beta2^p) + epsilon                     p: steps at the last pooling
 //   send    u = (beta1 m + (1 - beta1) g) / den, |u| at most kLargestUpdate (1 - beta1^k)
 //   mean    of u over all workers, as compression leaves it

@@ -15,11 +15,61 @@
 namespace gradwire {
 namespace {
 
-void check(const char* field, bool fine, double value, const char* allowed) {
+void require(const char* field, bool fine, double value, const char* allowed) {
   if (!fine) throw Error(ErrorKind::usage, fmt::format("{} is {}; allowed is {}", field, value, allowed), field);
 }
 
+QAdamNumbers numbers_of(const QAdamOptions& options, uint64_t taken, double rate, bool moves) {
+  const auto k = static_cast<double>(std::max<uint64_t>(1, taken));
+  const double beta = options.beta, theta = options.theory ? 1 - options.theta / k : options.theta;
+  QAdamNumbers n{
+      .beta = 1, .fresh = 0, .theta = 1, .fresh_square = 0, .rate = static_cast<float>(rate), .root = 1, .epsilon = 0};
+  if (moves) {
+    n.beta = static_cast<float>(beta);
+    n.fresh = static_cast<float>(1 - beta);
+    n.theta = static_cast<float>(theta);
+    n.fresh_square = static_cast<float>(1 - theta);
+  }
+  if (options.correction && !options.theory) {
+    n.rate = static_cast<float>(rate / (1 - std::pow(beta, k)));
+    n.epsilon = static_cast<float>(options.epsilon);
+    n.root = static_cast<float>(std::sqrt(qadam_correction(options, taken)));
+  }
+  return n;
+}
+
 }  // namespace
+
+void check(const QAdamOptions& options) {
+  require("beta", options.beta >= 0 && options.beta < 1, options.beta, "0 to 1, without 1");
+  require("theta", options.theta > 0 && (options.theory ? options.theta <= 1 : options.theta < 1), options.theta,
+          options.theory ? "above 0, to 1" : "above 0 and below 1");
+  require("epsilon", options.epsilon > 0 && options.epsilon <= 1, options.epsilon, "above 0, to 1");
+  require("share_every", options.share_every > 0, static_cast<double>(options.share_every), "at least 1");
+}
+
+// A worker that has taken no step knows nothing: zeros, as they are.
+double qadam_correction(const QAdamOptions& options, uint64_t taken) {
+  const bool corrects = options.correction && !options.theory && taken > 0;
+  return corrects ? 1 - std::pow(options.theta, static_cast<double>(taken)) : 1;
+}
+
+bool qadam_pools(const QAdamOptions& options, uint64_t step) {
+  if (!options.shared) return false;
+  const uint64_t number = step + 1;
+  return number < options.share_every ? std::has_single_bit(number) : number % options.share_every == 0;
+}
+
+void qadam_step(const Elementwise& device, std::span<const OptimizerSpan> spans, const QAdamOptions& options,
+                uint64_t taken, double rate, bool moves) {
+  const QAdamNumbers numbers = numbers_of(options, taken, rate, moves);
+  if (moves)
+    options.shared ? device.run(spans, QAdamRule<true, true>{numbers})
+                   : device.run(spans, QAdamRule<true, false>{numbers});
+  else
+    options.shared ? device.run(spans, QAdamRule<false, true>{numbers})
+                   : device.run(spans, QAdamRule<false, false>{numbers});
+}
 
 // One block of memory, an array a parameter, each on a cache line of its own.
 struct QAdam::ParameterArrays {
@@ -42,11 +92,7 @@ struct QAdam::ParameterArrays {
 
 QAdam::QAdam(std::vector<uint64_t> counts, const QAdamOptions& options, const Device& device)
     : counts_(std::move(counts)), options_(options), device_(device), memory_(memory_of(device)), elementwise_(device) {
-  check("beta", options.beta >= 0 && options.beta < 1, options.beta, "0 to 1, without 1");
-  check("theta", options.theta > 0 && (options.theory ? options.theta <= 1 : options.theta < 1), options.theta,
-        options.theory ? "above 0, to 1" : "above 0 and below 1");
-  check("epsilon", options.epsilon > 0 && options.epsilon <= 1, options.epsilon, "above 0, to 1");
-  check("share_every", options.share_every > 0, static_cast<double>(options.share_every), "at least 1");
+  check(options);
   if (options_.theory) options_.correction = false;
   first_ = std::make_unique<ParameterArrays>(memory_, counts_);
   second_ = std::make_unique<ParameterArrays>(memory_, counts_);
@@ -62,39 +108,15 @@ QAdam::QAdam(std::vector<uint64_t> counts, const QAdamOptions& options, const De
 
 QAdam::~QAdam() = default;
 
-// A worker that has taken no step knows nothing: zeros, as they are.
-double QAdam::correction() const {
-  return options_.correction && taken > 0 ? 1 - std::pow(options_.theta, static_cast<double>(taken)) : 1;
-}
-
-QAdamNumbers QAdam::numbers(double rate, bool moves) const {
-  const auto k = static_cast<double>(std::max<uint64_t>(1, taken));
-  const double beta = options_.beta, theta = options_.theory ? 1 - options_.theta / k : options_.theta;
-  QAdamNumbers n{
-      .beta = 1, .fresh = 0, .theta = 1, .fresh_square = 0, .rate = static_cast<float>(rate), .root = 1, .epsilon = 0};
-  if (moves) {
-    n.beta = static_cast<float>(beta);
-    n.fresh = static_cast<float>(1 - beta);
-    n.theta = static_cast<float>(theta);
-    n.fresh_square = static_cast<float>(1 - theta);
-  }
-  if (options_.correction) {
-    n.rate = static_cast<float>(rate / (1 - std::pow(beta, k)));
-    n.epsilon = static_cast<float>(options_.epsilon);
-    n.root = static_cast<float>(std::sqrt(correction()));
-  }
-  return n;
-}
-
 void QAdam::step(double rate, std::span<const float* const> gradients, std::span<float* const> updates) {
   GW_CHECK(gradients.size() == counts_.size());
   ++taken;
-  run(numbers(rate, true), gradients, updates);
+  run(rate, gradients, updates);
 }
 
-void QAdam::again(double rate, std::span<float* const> updates) { run(numbers(rate, false), {}, updates); }
+void QAdam::again(double rate, std::span<float* const> updates) { run(rate, {}, updates); }
 
-void QAdam::run(const QAdamNumbers& numbers, std::span<const float* const> gradients, std::span<float* const> updates) {
+void QAdam::run(double rate, std::span<const float* const> gradients, std::span<float* const> updates) {
   GW_CHECK(updates.size() == counts_.size());
   std::vector<OptimizerSpan> spans;
   for (size_t i = 0; i < counts_.size(); ++i)
@@ -104,23 +126,12 @@ void QAdam::run(const QAdamNumbers& numbers, std::span<const float* const> gradi
                      .shared = shared_ ? shared_->at(i) : nullptr,
                      .out = updates[i],
                      .count = counts_[i]});
-  if (gradients.empty())
-    shared_ ? elementwise_.run(spans, QAdamRule<false, true>{numbers})
-            : elementwise_.run(spans, QAdamRule<false, false>{numbers});
-  else
-    shared_ ? elementwise_.run(spans, QAdamRule<true, true>{numbers})
-            : elementwise_.run(spans, QAdamRule<true, false>{numbers});
-}
-
-bool QAdam::pools(uint64_t step) const {
-  if (!options_.shared) return false;
-  const uint64_t number = step + 1;
-  return number < options_.share_every ? std::has_single_bit(number) : number % options_.share_every == 0;
+  qadam_step(elementwise_, spans, options_, taken, rate, !gradients.empty());
 }
 
 void QAdam::pool(const std::function<void(std::span<float* const>)>& mean) {
   GW_CHECK(options_.shared);
-  const auto correct = static_cast<float>(correction());
+  const auto correct = static_cast<float>(qadam_correction(options_, taken));
   std::vector<std::vector<float>> values;
   std::vector<float*> pointers;
   for (size_t i = 0; i < counts_.size(); ++i) {

@@ -72,6 +72,18 @@ struct QAdamRule {
   }
 };
 
+// Throws Error{usage} that names the first option that is refused.
+void check(const QAdamOptions& options);
+
+// One step of arrays that the caller owns: moments are brought up to date and updates written. `taken` counts the
+// steps, this one included. Without `moves` there are no gradients: the updates of step `taken` are computed anew, from
+// the moments as they are. On a GPU it only enqueues.
+void qadam_step(const Elementwise& device, std::span<const OptimizerSpan> spans, const QAdamOptions& options,
+                uint64_t taken, double rate, bool moves);
+double qadam_correction(const QAdamOptions& options, uint64_t taken);  // what young second moments are divided by
+bool qadam_pools(const QAdamOptions& options, uint64_t step);          // whether they are pooled in this step, from 0
+
+// The moments of one worker, with the steps that they take.
 class QAdam {
  public:
   enum class Moment { first, second, shared };
@@ -85,7 +97,7 @@ class QAdam {
   // The last step's updates anew, from the moments as they are: after pool().
   void again(double rate, std::span<float* const> updates);
 
-  bool pools(uint64_t step) const;  // whether the workers' second moments are pooled in this step of the run, from 0
+  bool pools(uint64_t step) const { return qadam_pools(options_, step); }
   // `mean` gets this worker's second moments, corrected where that is asked for, as arrays of the host, and leaves the
   // mean over workers in them.
   void pool(const std::function<void(std::span<float* const>)>& mean);
@@ -100,9 +112,7 @@ class QAdam {
 
  private:
   struct ParameterArrays;
-  QAdamNumbers numbers(double rate, bool moves) const;
-  double correction() const;  // what young second moments are to be divided by
-  void run(const QAdamNumbers& numbers, std::span<const float* const> gradients, std::span<float* const> updates);
+  void run(double rate, std::span<const float* const> gradients, std::span<float* const> updates);
   ParameterArrays& arrays(Moment moment) const;
 
   std::vector<uint64_t> counts_;

@@ -105,6 +105,8 @@ Exchange::Exchange(Engine& engine, std::vector<NamedParameter> parameters, const
     own.up = first.up;
     own.down = first.down;
     own.feedback = own.owner_feedback = ReduceOptions::Feedback::off;
+    own.residual = DType::f32;  // there are none, and what is said of them would be refused
+    own.decay = 1;
     bucket->first = std::make_unique<Reducer>(engine_, tensors, own);
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {

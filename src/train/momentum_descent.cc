@@ -8,12 +8,14 @@
 #include <torch/autograd.h>
 
 #include <cmath>
+#include <numeric>
 
 #include "collective/timer.h"
 #include "core/check.h"
 #include "core/clock.h"
 #include "optim/momentum.h"
 #include "train/descent.h"
+#include "train/gradient_limits.h"
 #include "train/momentum_tensors.h"
 
 namespace gradwire::train {
@@ -35,6 +37,7 @@ class MomentumDescent final : public Descent {
         clip_(parts.settings.clip),
         adaptive_(parts.settings.optimizer != "sgd"),
         t_(tensors_of(parts.parameters), zeros_like(tensors_of(parts.parameters)), adaptive_),
+        limits_(t_.weights.size(), clip_, t_.weights.at(0).device()),
         optimizer_(t_.arrays(), options_of(parts), with_torch_threads(parts.compute_device())) {
     ReduceOptions options = parts.reduce_options();
     options.device = parts.codec_device;
@@ -44,6 +47,8 @@ class MomentumDescent final : public Descent {
     if (!adaptive_) return;
     options.method = ReduceOptions::Method::scatter;
     options.feedback = options.owner_feedback = ReduceOptions::Feedback::off;  // moments are not a sum of steps
+    options.residual = DType::f32;  // there are none, and what is said of them would be refused
+    options.decay = 1;
     options.device.stream = parts.compute_device().stream;
     std::vector<NamedTensor> tensors;
     for (const NamedParameter& one : parts.parameters) tensors.push_back(describe(one));
@@ -96,6 +101,7 @@ class MomentumDescent final : public Descent {
     add(all.shared, "second", t_.second);
     add(all.own, "own_first", t_.own_first);
     add(all.own, "own_second", t_.own_second);
+    all.own["momentum.levels"] = limits_.levels();
     return all;
   }
   void restore(const DescentState& state) override {
@@ -126,7 +132,16 @@ class MomentumDescent final : public Descent {
   }
   double unscaled() const { return 1 / info_.loss_scale; }
 
-  void propose(std::span<const size_t> some) { optimizer_.propose(some, gradients(some), unscaled()); }
+  void limit(std::span<const size_t> some) {
+    Tensors list;
+    for (const size_t i : some) list.push_back(t_.weights[i].grad());
+    limits_.apply(some, list, info_.loss_scale);
+  }
+
+  void propose(std::span<const size_t> some) {
+    limit(some);
+    optimizer_.propose(some, gradients(some), unscaled());
+  }
 
   bool take(const std::function<Report()>& report, const Measure& measure) {
     Tensors exact;
@@ -147,7 +162,9 @@ class MomentumDescent final : public Descent {
       exchange_->rollback();
       return false;
     }
-    optimizer_.step(gradients(), unscaled(), info_.rate, factor_of(norm, clip_, 1));
+    // Adam's momentum is a mean of gradients and has their norm at most; SGD's is a sum of them.
+    optimizer_.step(gradients(), unscaled(), info_.rate, adaptive_ ? factor_of(norm, clip_, 1) : 1);
+    limits_.commit();
     exchange_->commit();
     pool();
     return true;
@@ -158,6 +175,10 @@ class MomentumDescent final : public Descent {
     report();
     const double norm = norm_of(t_.values);
     if (!std::isfinite(norm / info_.loss_scale)) return false;
+    std::vector<size_t> all(t_.weights.size());
+    std::iota(all.begin(), all.end(), size_t{0});
+    limit(all);
+    limits_.commit();
     optimizer_.exact_step(gradients(), unscaled(), info_.rate, factor_of(norm, clip_, info_.loss_scale));
     pool();
     return true;
@@ -189,6 +210,7 @@ class MomentumDescent final : public Descent {
   double bits_ = 0;  // of the last step
   bool adaptive_;    // not SGD
   MomentumTensors t_;
+  GradientLimits limits_;
   MomentumOptimizer optimizer_;
   std::unique_ptr<Exchange> exchange_;
   std::unique_ptr<Reducer> exact_, pool_;

@@ -39,10 +39,12 @@ TaskOptions Settings::task_options(const std::string& directory) const {
   return {.directory = directory, .length = length, .vocabulary = vocabulary, .words = words, .limit = limit};
 }
 
+bool Settings::keeps_residuals() const { return wants_residual(Codec::parse(codec), parse_feedback(feedback)); }
+
 bool Settings::exchanges_momenta() const {
   if (exchange != "auto") return exchange == "momenta";
   if (optimizer != "adam" && optimizer != "adamw") return false;
-  return wants_residual(Codec::parse(codec), parse_feedback(feedback));
+  return keeps_residuals();
 }
 
 FirstSteps Settings::first_steps_of(uint64_t steps) const {
@@ -70,7 +72,8 @@ std::string Settings::extras() const {
   const bool descends = optimizer == "qadam" && send == "weights";  // then weights are compressed however updates are
   if (up() == "fp32") return descends && down != "fp32" ? ", down " + down : "";  // it has neither of the others
   return std::string(exchanges_momenta() ? ", momenta" : "") + (feedback == "codec" ? "" : ", feedback " + feedback) +
-         (residual == "f32" ? "" : ", residuals " + residual) + (down.empty() ? "" : ", down " + down);
+         (residual == "f32" ? "" : ", residuals " + residual) + (decay == 1 ? "" : fmt::format(", decay {}", decay)) +
+         (down.empty() ? "" : ", down " + down);
 }
 
 ReduceOptions Settings::reduce_options() const {
@@ -82,6 +85,7 @@ ReduceOptions Settings::reduce_options() const {
   options.feedback = parse_feedback(feedback);
   options.owner_feedback = owner_feedback_for(options.feedback);
   options.residual = parse_dtype(residual);
+  options.decay = static_cast<float>(decay);
   options.seed = seed;
   return options;
 }
@@ -135,6 +139,13 @@ void Settings::check_exchange() const {
   if (first_steps >= 0 && !exchanges_momenta()) refuse("first-steps", "given", "only where momenta are exchanged");
 }
 
+void Settings::check_decay() const {
+  if (!(decay > 0 && decay <= 1)) refuse("decay", fmt::format("{}", decay), "above 0, to 1");
+  if (decay != 1 && !keeps_residuals())
+    refuse("decay", fmt::format("{} with {}, which keeps no residuals", decay, codec),
+           "a codec with error feedback, or --feedback on");
+}
+
 uint64_t Settings::steps_per_epoch(uint64_t samples) const {
   return samples / (static_cast<uint64_t>(batch) * static_cast<uint64_t>(accumulate) * static_cast<uint64_t>(workers));
 }
@@ -172,6 +183,7 @@ void Settings::check() const {
   if (schedule != "step" && !drop_at.empty()) refuse("drop-at", "given", "only --schedule step");
   check_qadam();
   check_exchange();
+  check_decay();
   if (collective == "gather" && !down.empty() && optimizer != "qadam")
     refuse("down", "'" + down + "'", "only --collective scatter, which sends means down");
   Rules::parse(up());

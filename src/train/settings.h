@@ -46,6 +46,7 @@ struct Settings {
   std::string collective = "scatter";
   std::string feedback = "codec";  // or on, off
   std::string residual = "f32";    // or bf16: half the memory
+  double decay = 1;                // what is left of a residual when it is added to the next step
   double bucket_mb = 25;           // megabytes of gradients that are sent together
   std::string exchange = "auto";   // or gradients, momenta: what workers exchange
   int64_t first_steps = -1;        // with momenta: steps with the codec kFirstCodec; -1: a tenth of the run
@@ -74,6 +75,7 @@ struct Settings {
   ReduceOptions reduce_options() const;
   AdamOptions adam_options() const;
   QAdamOptions qadam_options() const;
+  bool keeps_residuals() const;  // of what workers send
   // Codecs with error feedback do not suit Adam's second moments, unless momenta are exchanged (optim/momentum.h).
   bool exchanges_momenta() const;
   FirstSteps first_steps_of(uint64_t steps) const;
@@ -88,13 +90,14 @@ struct Settings {
  private:
   void check_qadam() const;
   void check_exchange() const;
+  void check_decay() const;
   std::string with_rules(const std::string& codec) const;
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Settings, task, model, length, vocabulary, words, limit, dropout, workers, device,
                                    precision, deterministic, threads, codec, rules, down, collective, feedback,
-                                   residual, bucket_mb, exchange, first_steps, seed, epochs, steps, batch, accumulate,
-                                   optimizer, rate, momentum, weight_decay, clip, schedule, warmup, drop_at, drop, beta,
-                                   theta, correction, moments, share_every, send)
+                                   residual, decay, bucket_mb, exchange, first_steps, seed, epochs, steps, batch,
+                                   accumulate, optimizer, rate, momentum, weight_decay, clip, schedule, warmup, drop_at,
+                                   drop, beta, theta, correction, moments, share_every, send)
 
 // A parameter server, and how this process joins it as a worker.
 struct ServerPlace {

@@ -674,10 +674,11 @@ def test_doctor_says_what_there_is():
     assert row["cores"] >= 1 and row["simd_chosen"] in row["simd_targets"] + ["scalar"]
     assert "loopback" in row["engines"] and ("mpi" in row["engines"]) == row["mpi_built"]
     assert row["cuda_built"] or row["cuda_devices"] == 0
+    assert row["mpi_thread_level"].startswith("MPI_THREAD_") == row["mpi_built"]
     for item in row["missing"]:
         assert item["what"] and item["line"]
     page = run("doctor")[0].decode()
-    for word in ["SIMD", "CUDA", "MPI", "torch", row["simd_chosen"]]:
+    for word in ["SIMD", "CUDA", "MPI", "torch", row["simd_chosen"], row["mpi_thread_level"]]:
         assert word in page
 
 

@@ -401,6 +401,31 @@ def test_no_runs_is_wrong_usage(tmp_path, make):
     assert "no runs" in errors and "run.json" in errors
 
 
+def test_several_comparisons_and_single_runs_make_one_report(tmp_path, monkeypatch):
+    one = save(tmp_path / "one", [record("fp32"), record("qsgd:bits=4")])
+    two = save(tmp_path / "two", [record("casq:bits=2")])
+    (tmp_path / "two/runs/started").mkdir()
+    single, bare = tmp_path / "two/runs/started", sorted((two / "runs").iterdir())[0]
+    monkeypatch.chdir(tmp_path)
+    out, _ = report(one, str(bare), str(single), "--out", "new/report")
+    assert "wrote new/report/report.html" in out
+    labels = [series["label"] for series in data_of(tmp_path / "new/report")["series"]]
+    assert labels == ["fp32", "qsgd:bits=4", "casq:bits=2"]
+    out, _ = report(one, str(bare / "run.json"))  # a record itself, and no folder that the report belongs to
+    assert "wrote ./report.html" in out and data_of(tmp_path)["series"] == data_of(tmp_path / "new/report")["series"]
+    out, _ = report(bare)
+    assert "wrote ./report.html" in out and [each["label"] for each in data_of(tmp_path)["series"]] == ["casq:bits=2"]
+    assert sorted(os.listdir(one)) == sorted(os.listdir(two)) == ["runs"]
+
+
+def test_one_of_several_places_that_does_not_exist_is_wrong_usage(tmp_path):
+    save(tmp_path, [record()])
+    _, errors = report(tmp_path, str(tmp_path / "none"), code=USAGE)
+    assert f"{tmp_path / 'none'}: no runs" in errors
+    _, errors = report(tmp_path, "--out", str(tmp_path / "runs/000/run.json/x"), code=IO)
+    assert "run.json/x" in errors
+
+
 def test_a_run_that_has_no_record_yet_is_passed_over(tmp_path):
     (save(tmp_path, [record()]) / "runs" / "started").mkdir()
     report(tmp_path)

@@ -266,6 +266,7 @@ TEST(FftUnits, LeaveInTheResidualWhatTheReceiverLacks) {
         LaneSums check;
         Span s = span_of(x, words);
         s.loss_scale = 4.0f;
+        s.unscale = 0.25f;
         s.residual = residual;
         s.before = residual == DType::f32 ? static_cast<void*>(before.data()) : before16.data();
         s.after = residual == DType::f32 ? static_cast<void*>(after.data()) : after16.data();

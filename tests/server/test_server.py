@@ -110,6 +110,11 @@ def kept(server):
     return now
 
 
+def taken(end):
+    """How many updates a worker has sent. On a busy machine the server may close a step before one of them comes."""
+    return end["server"]["applied"] + end["server"]["late"]
+
+
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     return ["--data", lab.make_idx(tmp_path_factory.mktemp("data") / "idx", train=512, test=128), *BASE]
@@ -227,7 +232,7 @@ def test_a_worker_that_joins_has_the_second_moments_at_once(of_adam):
         with work(server, *arguments) as late:
             ends = [one.end(), two.end(), late.end()]
         assert late.of("step")[0]["step"] > 60
-        assert ends[2]["server"]["applied"] == len(late.of("step")), "it sends in its first step"
+        assert taken(ends[2]) == len(late.of("step")), "it sends in its first step"
         assert ends[0]["weights"] == ends[1]["weights"] == ends[2]["weights"]
         assert ends[0]["epochs"][-1]["train_loss"] < 1.2 * exact + 0.01
         kept(server)
@@ -382,7 +387,7 @@ def test_a_worker_joins_in_the_middle_and_agrees_with_the_others(base):
             ends = [one.end(), two.end(), late.end()]
         assert late.of("step")[0]["step"] > 20
         assert ends[0]["weights"] == ends[1]["weights"] == ends[2]["weights"]
-        assert ends[2]["server"]["applied"] == len(late.of("step")) - 5
+        assert taken(ends[2]) == len(late.of("step")) - 5
         kept(server)
 
 

@@ -179,6 +179,14 @@ def test_the_first_steps_have_a_codec_of_their_own_and_adams_first_step_is_exact
     assert bits[0] == 32 and all(4 < bit < 5.5 for bit in bits[1:6]) and all(1 < bit < 2.5 for bit in bits[6:])
 
 
+def test_residuals_decay_only_where_that_is_asked_for(small):
+    topk = ["--codec", "topk:ratio=0.05"]
+    runs = [train(*small, *topk, *more) for more in ([], ["--decay", 1], ["--decay", 0.5])]
+    assert runs[0].weights == runs[1].weights and runs[0].weights != runs[2].weights
+    both = train(*small, *MOMENTA["adamw"], "--first-steps", 4, "--decay", 0.9, "--residual", "bf16", "--check")
+    assert both.end["skipped_steps"] == 0
+
+
 def test_the_same_command_gives_the_same_weights_and_another_seed_others(small):
     runs = [train(*small, "--codec", "optquant:bits=3,refit=3", "--seed", seed) for seed in (1, 1, 2)]
     assert runs[0].learned == runs[1].learned
@@ -441,6 +449,8 @@ def test_an_output_that_is_full_ends_the_run(small):
     (USAGE, ["exchange", "qadam exchanges updates"], ["--exchange", "momenta", "--optimizer", "qadam"]),
     (USAGE, ["first-steps", "only where momenta"], ["--first-steps", 5]),
     (USAGE, ["exchange"], ["--exchange", "weights"]),
+    (USAGE, ["decay", "above 0, to 1"], ["--decay", 0]),
+    (USAGE, ["decay", "qsgd:bits=4, which keeps no residuals"], ["--decay", 0.9]),
     (IO, ["cannot be made"], ["--checkpoint", "/dev/null/here"]),
     (IO, ["/nowhere", "train-images", "dataset-fashion-mnist"], ["--data", "/nowhere"]),
     (IO, ["train.csv", "ag_news_csv"], ["--task", "ag-news"]),

@@ -38,7 +38,7 @@ void encode_casq_hashed(const CasqThread& t, const Span& s, const CasqUnit& u, u
     if (scheme.steps) u.table[1 + u.buckets + b] = memory.counts[b];
   }
   if (!s.before) return;
-  const float unscale = 1.0f / s.loss_scale;
+  const float unscale = s.unscale;
   for (uint64_t block = s.begin; block < s.end; ++block) {
     const float* x = t.kernels.load(s, block, t.scratch.x);
     t.casq.classify(x, kBlock, thresholds, clusters - 1, codes);

@@ -108,7 +108,7 @@ void find_means(const CasqThread& t, const Scheme& scheme, const BucketShares& s
 // Decodes what was just encoded, block by block, and leaves the difference.
 void leave_residuals(const CasqThread& t, const Span& s, const CasqUnit& u, const BucketShares& shares,
                      uint32_t absmax) {
-  const float unscale = 1.0f / s.loss_scale;
+  const float unscale = s.unscale;
   const uint16_t* means = reinterpret_cast<const uint16_t*>(u.table + 1);
   t.casq.widen_means(means, shares.used, static_cast<float>(grid_step(absmax)), t.memory.means.data());
   const float* values[kMaxClusters];

@@ -71,7 +71,7 @@ void encode_fft(const Kernels& kernels, const FftKernels& fft, const FftScheme& 
                 uint64_t end, Scratch& scratch, LaneSums& check) {
   const FftWork work(scratch);
   const RangeFloat range = range_float_of(scheme);
-  const float unscale = 1.0f / s.loss_scale;
+  const float unscale = s.unscale;
   uint32_t memory = 0;
   const uint32_t* last = s.region;
   for (uint64_t group = begin; group < end; ++group) {

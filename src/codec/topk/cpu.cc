@@ -101,7 +101,7 @@ void encode_tile(const Kernels& kernels, const Span& s, const TopkUnit& u, KeptW
   for (uint64_t j = 0; j < u.k; ++j) write(float_bits(x[chosen[j]]), chosen[j]);
   if (!s.before) return;
   // What is sent is sent exactly, so the residual is what is left when the chosen values are zero.
-  const float unscale = 1.0f / s.loss_scale;
+  const float unscale = s.unscale;
   for (uint64_t j = 0; j < u.k; ++j) scratch.x[chosen[j]] = 0;
   for (uint64_t i = 0; i < u.elements; ++i) scratch.x[i] *= unscale;
   for (uint64_t block = s.begin; block < s.end; ++block)
@@ -110,7 +110,7 @@ void encode_tile(const Kernels& kernels, const Span& s, const TopkUnit& u, KeptW
 
 void encode_whole(const Kernels& kernels, const Span& s, const TopkUnit& u, KeptWriter write, Scratch& scratch) {
   KeptThreshold threshold = radix_threshold(kernels, s, u, scratch.x);
-  const float unscale = 1.0f / s.loss_scale;
+  const float unscale = s.unscale;
   for_blocks(kernels, s, u, scratch.x, [&](uint64_t block, const float* values, uint64_t n) {
     float* rest = scratch.x + kBlock;
     for (uint64_t i = 0; i < n; ++i) {
