@@ -33,8 +33,8 @@ ReduceOptions::Feedback feedback_of(const char* field, const std::string& word) 
 
 std::unique_ptr<ModelCoder> make_model(const Tensors& list, const std::string& kind, const std::string& method,
                                        const std::string& up, const std::string& down, const std::string& feedback,
-                                       const std::string& owner_feedback, const std::string& residual, uint64_t seed,
-                                       uint64_t steps, int rank, int world, const Device& device) {
+                                       const std::string& owner_feedback, const std::string& residual, float decay,
+                                       uint64_t seed, uint64_t steps, int rank, int world, const Device& device) {
   CoderOptions options;
   options.kind = one_of<CoderOptions::Kind>("kind", kind,
                                             {{"all_reduce", CoderOptions::Kind::all_reduce},
@@ -47,6 +47,7 @@ std::unique_ptr<ModelCoder> make_model(const Tensors& list, const std::string& k
   options.reduce.feedback = feedback_of("feedback", feedback);
   options.reduce.owner_feedback = feedback_of("owner_feedback", owner_feedback);
   options.reduce.residual = parse_dtype(residual);
+  options.reduce.decay = decay;
   options.reduce.seed = seed;
   options.reduce.steps = steps;
   options.reduce.device = device;
@@ -109,8 +110,8 @@ void bind_model(py::module_& module) {
                          "All tensors of a model: residuals by name, what codecs learn, the step.")
       .def(py::init(&make_model), py::arg("tensors"), py::kw_only(), py::arg("kind") = "all_reduce",
            py::arg("method") = "scatter", py::arg("up"), py::arg("down") = "", py::arg("feedback") = "codec",
-           py::arg("owner_feedback") = "on", py::arg("residual") = "f32", py::arg("seed") = 0, py::arg("steps") = 0,
-           py::arg("rank") = 0, py::arg("world") = 1, py::arg("device") = Device{})
+           py::arg("owner_feedback") = "on", py::arg("residual") = "f32", py::arg("decay") = 1.0f, py::arg("seed") = 0,
+           py::arg("steps") = 0, py::arg("rank") = 0, py::arg("world") = 1, py::arg("device") = Device{})
       .def("plans", &ModelCoder::plans, "What codecs plan with, a line each.")
       .def("handshake", &ModelCoder::handshake, "What must be equal on all ranks, as (field, text).")
       .def(

@@ -13,7 +13,11 @@ PYBIND11_MODULE(_core, module) {
   python::bind_codec(module);
   python::bind_message(module);
   python::bind_runner(module);
+  python::bind_optim(module);
   bind_relay(module);
+#ifdef GRADWIRE_HAS_REPORT
+  python::bind_report(module);
+#endif
   module.def("simd_targets", &simd_targets, "Vector targets of this build that this processor runs, best first.");
   module.def("cuda_built", &cuda_built, "Whether this build has the CUDA drivers.");
   module.def("cuda_devices", &cuda_devices, python::Unlocked(), "Usable GPUs.");

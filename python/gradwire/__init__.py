@@ -11,7 +11,7 @@
 A codec says how one tensor is encoded: a string such as "optquant:bits=3", or a `Codec`. `codecs()` lists them. `Rules`
 map tensor names to codecs. `Plan` puts many tensors into one message, `ErrorFeedback` keeps residuals, and `inspect`
 reads the head of a frame. `gradwire.torch` compresses what DDP and FSDP2 send, with one line. From a shell:
-python -m gradwire doctor | bench | codecs.
+python -m gradwire doctor | codecs | bench | encode | decode | inspect, or the script `gradwire`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m gradwire doctor | bench | codecs`. The exit codes are those of the program gradwire: 0 done, 1 internal
-error or failed verification, 2 wrong usage, 3 a damaged frame, 4 a file, 5 this build or machine cannot do it, 6
-ranks, 7 a GPU call.
+"""`python -m gradwire COMMAND`, or `gradwire COMMAND` where pip has put its script on the PATH. The exit codes are
+those of the C++ program gradwire: 0 done, 1 internal error or failed verification, 2 wrong usage, 3 a damaged frame, 4
+a file, 5 this build or machine cannot do it, 6 ranks, 7 a GPU call. The commands that only the program has are refused
+with the way to get it.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import List, NoReturn
+from typing import Any, List, NoReturn
 
-from . import _core
+from . import _core, _files
 from ._bench import bench
 from ._doctor import doctor
-from ._errors import Error
+from ._errors import Error, UnsupportedError
+from ._frames import MAX_ELEMENTS
 
 _TYPICAL = 1 << 20  # elements of the tensor that "bits per element" is quoted for
+_PROGRAM = ("demo", "train", "compare", "serve", "status", "load")  # what only the C++ program can do
 _EXIT = {"usage": 2, "frame": 3, "io": 4, "unsupported": 5, "mismatch": 6, "engine": 6, "device": 7}
 
 
@@ -62,22 +65,12 @@ def codecs(as_json: bool) -> None:
     print("\nBits per element are for one tensor of 1,048,576 elements and count every byte of its frame.")
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="python -m gradwire",
-        description="gradwire compresses what distributed training sends: gradients up, weights down.",
-    )
-    parser.add_argument("--version", action="version", version=f"gradwire {_core.version}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    about = {
-        "doctor": "Show what this build, this machine and this torch can do, and what is missing",
-        "codecs": "List every codec with its parameters, defaults and allowed values",
-        "bench": "Measure codecs next to a plain copy; verifies before it times",
-    }
-    made = {name: commands.add_parser(name, help=text, description=text) for name, text in about.items()}
-    for name in ("doctor", "codecs", "bench"):
-        made[name].add_argument("--json", action="store_true", help="print JSON: one object, or one per line")
-    options = made["bench"]
+def _name() -> str:
+    """How this was called: the script that pip installs, or the module."""
+    return "gradwire" if sys.argv and sys.argv[0].endswith("gradwire") else "python -m gradwire"
+
+
+def _bench_options(options: _Parser) -> None:
     options.add_argument(
         "--codec",
         action="append",
@@ -95,22 +88,146 @@ def _parser() -> _Parser:
     options.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads [1]")
     options.add_argument("--rounds", type=int, default=15, metavar="N", help="timed rounds; one more runs first [15]")
     options.add_argument("--world", type=int, default=4, metavar="N", help="ranks, for the break-even link speed [4]")
+
+
+def _encode_options(options: _Parser) -> None:
+    options.add_argument(
+        "source", metavar="IN", help="a .npy file (float32 or float16), raw floats with --dtype, or - for stdin"
+    )
+    options.add_argument("target", metavar="OUT", help="the frame to write (usually .gw), or - for stdout")
+    options.add_argument("--codec", required=True, metavar="CODEC", help="codec and parameters, e.g. qsgd:bits=4")
+    options.add_argument("--dtype", choices=_files.DTYPES, default="", help="type of raw floats in IN (little-endian)")
+    options.add_argument("--name", default="", help="tensor name; its hash is in the frame and keys the random bits")
+    options.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random bits [0]")
+    options.add_argument("--step", type=int, default=0, metavar="N", help="step number written into the frame [0]")
+    options.add_argument(
+        "--no-fit", action="store_true", help="use the codec's defaults; otherwise one that learns is fitted to IN"
+    )
+    options.add_argument("-f", "--force", action="store_true", help="replace OUT if it exists")
+
+
+def _decode_options(options: _Parser) -> None:
+    options.add_argument("source", metavar="IN", help="the frame, or - for stdin")
+    options.add_argument(
+        "target", metavar="OUT", help="a .npy file to write; any other name (or - for stdout) gets raw floats"
+    )
+    options.add_argument(
+        "--dtype", choices=_files.DTYPES, default="", help="type to write; as the frame says if left out"
+    )
+    options.add_argument(
+        "--tensor", type=int, metavar="N", help="which tensor of a message that holds several, from 0 on"
+    )
+    options.add_argument("-f", "--force", action="store_true", help="replace OUT if it exists")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog=_name(),
+        description="gradwire compresses what distributed training sends: gradients up, weights down.",
+        epilog=f"The C++ program of the same name has these and more: {', '.join(_PROGRAM)}. `make build` in a "
+        "checkout makes it: build/bin/gradwire.",
+    )
+    parser.add_argument("--version", action="version", version=f"gradwire {_core.version}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    about = {
+        "doctor": "Show what this build, this machine and this torch can do, and what is missing",
+        "codecs": "List every codec with its parameters, defaults and allowed values",
+        "bench": "Measure codecs next to a plain copy; verifies before it times",
+        "encode": "Compress a file of floats into a frame",
+        "decode": "Turn a frame back into floats",
+        "inspect": "Show every field of a frame and check its checksums",
+        "report": "Write results.csv, report.html and plots for the runs of comparisons",
+    }
+    made = {name: commands.add_parser(name, help=text, description=text) for name, text in about.items()}
+    for name in ("doctor", "codecs", "bench", "inspect"):
+        made[name].add_argument("--json", action="store_true", help="print JSON: one object, or one per line")
+    made["inspect"].add_argument("source", metavar="FILE", help="the frame, or - for stdin")
+    for name, limit in (("inspect", 2**40), ("decode", MAX_ELEMENTS)):
+        made[name].add_argument(
+            "--max-elements",
+            type=int,
+            default=limit,
+            metavar="N",
+            help=f"refuse frames that claim more elements [{limit}]",
+        )
+    _bench_options(made["bench"])
+    _encode_options(made["encode"])
+    _decode_options(made["decode"])
+    made["report"].add_argument(
+        "places", metavar="DIR", nargs="+", help="folders of comparisons, with files runs/NAME/run.json, or of runs"
+    )
+    made["report"].add_argument(
+        "--out", default="", metavar="DIR", help="folder for the report [the comparison if one is given, else .]"
+    )
+    made["report"].add_argument("--plot", choices=("png",), help="draw plots for papers too (needs gnuplot)")
     return parser
+
+
+def report(places: List[str], out: str, plots: bool) -> None:
+    if not hasattr(_core, "report"):
+        raise UnsupportedError(
+            "this build of the package has no report, because nlohmann-json was not found: sudo apt install "
+            "nlohmann-json3-dev, and install the package again",
+            field="report",
+        )
+    table, files, has_charts = _core.report(places, out, plots)
+    print(table)
+    for path in files:
+        print(f"wrote {path}")
+    if not has_charts:
+        print("report.html has tables only: Chart.js was not found when the package was built")
+
+
+def _run(given: Any) -> None:
+    if given.command == "doctor":
+        doctor(given.json)
+    elif given.command == "codecs":
+        codecs(given.json)
+    elif given.command == "bench":
+        bench(given.codec, given.elements, given.device, given.threads, given.rounds, given.json, given.world)
+    elif given.command == "encode":
+        _files.encode(
+            given.source,
+            given.target,
+            given.codec,
+            dtype=given.dtype,
+            name=given.name,
+            seed=given.seed,
+            step=given.step,
+            fit=not given.no_fit,
+            force=given.force,
+        )
+    elif given.command == "decode":
+        _files.decode(
+            given.source,
+            given.target,
+            dtype=given.dtype,
+            tensor=given.tensor,
+            max_elements=given.max_elements,
+            force=given.force,
+        )
+    elif given.command == "report":
+        report(given.places, given.out, given.plot == "png")
+    else:
+        _files.inspect(given.source, given.max_elements, given.json)
 
 
 def main(arguments: List[str] | None = None) -> int:
     parser = _parser()
-    given = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words and words[0] in _PROGRAM:
+        print(
+            f"gradwire: {words[0]} is a command of the C++ program, which the Python package does not contain: "
+            f"run `make build` in a checkout, then build/bin/gradwire {words[0]}",
+            file=sys.stderr,
+        )
+        return _EXIT["unsupported"]
+    given = parser.parse_args(words)
     if given.command is None:
         parser.print_help()
         return 2
     try:
-        if given.command == "doctor":
-            doctor(given.json)
-        elif given.command == "codecs":
-            codecs(given.json)
-        else:
-            bench(given.codec, given.elements, given.device, given.threads, given.rounds, given.json, given.world)
+        _run(given)
         sys.stdout.flush()
     except Error as error:
         print(f"gradwire: {error}", file=sys.stderr)

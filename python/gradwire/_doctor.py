@@ -5,6 +5,7 @@ line that would get it. torch is looked at where it is installed; nothing here n
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -49,6 +50,18 @@ def _torch() -> Dict[str, Any]:
     return found
 
 
+def _cuda_words(devices: int) -> str:
+    """What there is of CUDA. The runtime says "driver version is insufficient" also where there is no driver at all."""
+    words = _core.cuda_description()
+    if _core.cuda_built() and not devices:
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return "built, not usable here: there is no NVIDIA driver (libcuda.so.1 is not found); the CPU is used"
+        return f"{words}; the CPU is used"
+    return words
+
+
 def findings() -> Dict[str, Any]:
     """Everything that is printed, as a dict."""
     torch = _torch()
@@ -59,12 +72,13 @@ def findings() -> Dict[str, Any]:
         missing.append(
             (
                 "CUDA in this build",
-                "install the CUDA toolkit so that nvcc is on the PATH, then: pip install --force-reinstall .",
+                "install the CUDA toolkit so that nvcc is on the PATH, then: CMAKE_ARGS=-DGRADWIRE_CUDA=ON pip install "
+                "--force-reinstall .",
             )
         )
     elif gpus == 0:
         missing.append(
-            ("a usable GPU", "install the NVIDIA driver (nvidia-smi must list the GPU); no rebuild is needed")
+            ("a usable GPU", "install a current NVIDIA driver (nvidia-smi must list the GPU); no rebuild is needed")
         )
     if not torch:
         missing.append(("torch, for gradwire.torch and CUDA tensors", "pip install torch"))
@@ -86,7 +100,7 @@ def findings() -> Dict[str, Any]:
         "simd_chosen": simd[0] if simd else "scalar",
         "cuda_built": _core.cuda_built(),
         "cuda_devices": gpus,
-        "cuda": _core.cuda_description(),
+        "cuda": _cuda_words(gpus),
         "numpy": np.__version__,
         "bfloat16": _arrays.bfloat16() is not None,
         "torch": torch,

@@ -7,14 +7,17 @@ world from 1 to 6; a test names a function of its own file, and every rank of th
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Callable
 
 LARGEST = 6
@@ -43,11 +46,31 @@ def eventually(condition: Callable[[], bool]) -> bool:
 class Rank:
     """What a function on a rank is given."""
 
+    held: dict[int, Any] = {}  # by world; in this process
+
     def __init__(self, rank: int, world: int, group: Any) -> None:
         self.rank, self.world, self.group = rank, world, group
 
+    def hold_transport(self) -> None:
+        """Keeps one transport for the group, which the hooks of all tests share, as those of one training do: to make
+        one, and to end it, takes longer than most tests. Collective."""
+        import torch
+        from gradwire.torch._transport import Transport
 
-def _serve(pipe: Connection, rank: int, processes: int, port: int, folder: str, backend: str) -> None:
+        before = self.held.get(self.world)
+        self.held[self.world] = Transport.acquire(self.group, torch.device("cpu"), None)
+        if before is not None:
+            before.release()
+
+    @classmethod
+    def let_go(cls) -> None:
+        """For a test of what becomes of transports."""
+        while cls.held:
+            cls.held.popitem()[1].release()
+
+
+def _serve(pipe: Connection, rank: int, processes: int, port: int, folder: str, backend: str, crash: str) -> None:
+    faulthandler.enable(open(crash, "w"))  # where every thread was, if a signal ends the process
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     sys.path.insert(0, folder)
     import torch
@@ -64,7 +87,10 @@ def _serve(pipe: Connection, rank: int, processes: int, port: int, folder: str, 
         module, name, world, arguments = task
         try:
             function = getattr(importlib.import_module(module), name)
-            pipe.send((True, function(Rank(rank, world, groups[world]), *arguments)))
+            this = Rank(rank, world, groups[world])
+            if backend == "gloo":
+                this.hold_transport()
+            pipe.send((True, function(this, *arguments)))
         except BaseException as error:
             pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))
 
@@ -80,13 +106,16 @@ class Ranks:
         # One process imports torch and what it imports later, when a training begins; the ranks are forks of it.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "gradwire.torch"])
-        port = free_port()
+        port, here_folder = free_port(), os.path.dirname(__file__)
+        self._folder = tempfile.TemporaryDirectory()
+        self._crashes = [Path(self._folder.name) / f"rank-{rank}" for rank in range(processes)]
+        self._last = ""
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(processes):
+        for rank, crash in enumerate(self._crashes):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(there, rank, processes, port, os.path.dirname(__file__), backend), daemon=True
+                target=_serve, args=(there, rank, processes, port, here_folder, backend, str(crash)), daemon=True
             )
             process.start()
             there.close()
@@ -94,8 +123,17 @@ class Ranks:
             self.processes.append(process)
 
     def start(self, world: int, function: Callable[..., Any], *arguments: Any) -> None:
+        dead = [rank for rank, process in enumerate(self.processes[:world]) if process.exitcode is not None]
+        if dead:
+            raise RuntimeError(f"{self._death(dead[0])} The last function that ranks ran is {self._last}.")
+        self._last = f"{function.__module__}.{function.__name__}{arguments}"
         for pipe in self.pipes[:world]:
             pipe.send((function.__module__, function.__name__, world, arguments))
+
+    def _death(self, rank: int) -> str:
+        self.processes[rank].join(10)
+        trace = self._crashes[rank].read_text()
+        return f"The process of rank {rank} is gone, with exit code {self.processes[rank].exitcode}.\n{trace}"
 
     def results(self, world: int) -> list[tuple[bool, Any]]:
         """(whether it succeeded, result or error) of every rank that still answers."""
@@ -106,7 +144,7 @@ class Ranks:
                     raise TimeoutError(f"rank {rank} did not answer in {PATIENCE} s")
                 outcomes.append(pipe.recv())
             except EOFError:
-                outcomes.append((False, ("EOFError", "the process is gone", "")))
+                outcomes.append((False, ("EOFError", "the process is gone", self._death(rank))))
         return outcomes
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -122,3 +160,4 @@ class Ranks:
             process.kill()
         for process in self.processes:
             process.join(10)
+        self._folder.cleanup()

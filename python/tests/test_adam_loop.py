@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The closed loop of Adam's momentum exchange: a small language model learns the bytes of this project's own pages,
-against AdamW in fp32 and against the same codecs on gradients.
+"""The closed loop of Adam's momentum exchange: a thousand steps, several codecs, one of which is refitted all the time,
+and several seeds, against AdamW in fp32 and against the same codecs on gradients. All of them are parameters of one
+model, which codecs and Adam treat independently of each other, so two trainings are enough.
 """
 
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,95 +17,72 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire.torch as gw
 
-PAGES = Path(__file__).resolve().parents[2] / "docs"
-CONTEXT, WIDTH = 32, 48
+STEPS, SEEDS = 1000, 3
+CODECS = {"exact": "fp32", "casq": "casq:bits=2,refit=20", "topk": "topk:ratio=0.03", "onebit": "onebit"}
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
+class Valleys(nn.Module):
+    """For each codec and seed a quadratic function of 1024 weights, whose curvatures differ by a factor of a thousand.
+    Gradients have noise in proportion to them, the same for all codecs, and another one on every rank and for every
+    seed."""
+
+    def __init__(self, rank: int) -> None:
         super().__init__()
-        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.weights = nn.ParameterDict(
+            {f"{codec}{seed}": nn.Parameter(torch.zeros(32, 32)) for codec in CODECS for seed in range(SEEDS)}
+        )
+        shared = torch.Generator().manual_seed(11)
+        self.curvature = 10 ** (-3 * torch.rand(SEEDS, 32, 32, generator=shared))
+        self.best = torch.randn(SEEDS, 32, 32, generator=shared).sign()
+        self.noise = torch.Generator().manual_seed(rank)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(self.before(x)).unflatten(-1, (3, 4, WIDTH // 4)).permute(2, 0, 3, 1, 4)
-        seen = nn.functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(self.between(x))))
+    def forward(self) -> torch.Tensor:
+        here = torch.stack(list(self.weights.values())).view(len(CODECS), SEEDS, 32, 32)
+        pull = here.detach() - self.best + 3 * torch.randn(SEEDS, 32, 32, generator=self.noise)
+        return (here * self.curvature * pull).sum()
 
-
-class Language(nn.Module):
-    """A GPT of two blocks, 128 symbols: 75,000 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.symbols, self.places = nn.Embedding(128, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128, bias=False)
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.05)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.symbols(x) + self.places.weight)))  # type: ignore[no-any-return]
+    def left(self, codec: str) -> list[float]:
+        """The squared distance from the best weights, relative to the beginning, for each seed."""
+        ends = torch.stack([self.weights[f"{codec}{seed}"].detach() for seed in range(SEEDS)])
+        return (ends - self.best).square().mean((1, 2)).tolist()  # type: ignore[no-any-return]
 
 
-def text() -> torch.Tensor:
-    pages = b"".join((PAGES / name).read_bytes() for name in ("algorithms.md", "pytorch.md", "decisions.md"))
-    return torch.frombuffer(bytearray(pages), dtype=torch.uint8).long().clamp_(max=127)
-
-
-def windows(data: torch.Tensor, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    starts = torch.randint(len(data) - CONTEXT - 1, (count,), generator=torch.Generator().manual_seed(seed))
-    cut = torch.stack([data[start : start + CONTEXT + 1] for start in starts])
-    return cut[:, :-1], cut[:, 1:]
-
-
-def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
-
-
-def learn(rank: Rank, codec: str | None, named: bool, steps: int = 300) -> Any:
-    """The loss on pages that were not trained on, and the statistics."""
-    data = text()
-    held = len(data) * 9 // 10
-    ddp = DDP(Language(), process_group=rank.group)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    options: dict[str, Any] = dict(optimizer=optimizer, steps=steps) if named else {}
-    hook = gw.compress(ddp, codec, **options) if codec else None
+def learn(rank: Rank, named: bool) -> Any:
+    model = Valleys(rank.rank)
+    ddp = DDP(model, process_group=rank.group)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    rules = ";".join(f"weights.{name}*={codec}" for name, codec in CODECS.items()) + ";*=fp32"
+    hook = gw.compress(ddp, rules, **(dict(optimizer=optimizer, steps=STEPS) if named else {}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about the rival, which names no optimizer
-        for step in range(steps):
+        for _ in range(STEPS):
             optimizer.zero_grad()
-            loss_of(ddp, *windows(data[:held], 8, 1000 * step + rank.rank)).backward()
-            nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            ddp().backward()
             optimizer.step()
             schedule.step()
-    with torch.no_grad():
-        loss = loss_of(ddp.module, *windows(data[held:], 400, 7)).item()
-    return loss, hook.stats() if hook else None
+    left = {codec: model.left(codec) for codec in CODECS}
+    return left, hook.stats(), [p.detach().clone() for p in ddp.parameters()]
 
 
 @pytest.fixture(scope="module")
-def in_fp32(ranks: Ranks) -> float:
-    return float(ranks.run(2, learn, None, False)[0][0])
+def trained(ranks: Ranks) -> dict[bool, Any]:
+    return {named: ranks.run(2, learn, named) for named in (True, False)}
 
 
-# How much worse than fp32 the exchange of momentum may be, and how much better than the exchange of gradients it must
-# be. When these were chosen it was worse by 0.00 and 0.06, and better by 0.57 and 0.11. tests/optim has loops of other
-# codecs, without torch.
-@pytest.mark.parametrize("codec, worse, better", [("onebit", 0.05, 0.2), ("topk:ratio=0.03", 0.1, 0.05)])
+# The most that the exchange of momentum leaves, and the least that the exchange of gradients leaves, for every seed.
+# When these were chosen fp32 left 0.014, the momentum 0.022, 0.040 and 0.023, and gradients 0.35, 0.49 and 0.53.
+@pytest.mark.parametrize("codec, most, rival", [("casq", 0.05, 0.25), ("topk", 0.07, 0.35), ("onebit", 0.05, 0.4)])
 def test_momentum_trains_like_fp32_where_gradients_do_not(
-    ranks: Ranks, in_fp32: float, codec: str, worse: float, better: float
+    trained: dict[bool, Any], codec: str, most: float, rival: float
 ) -> None:
-    results = ranks.run(2, learn, codec, True)
-    loss, stats = results[0]
-    assert loss == results[1][0]
-    rival = ranks.run(2, learn, codec, False)[0][0]
-    assert loss < in_fp32 + worse, (loss, in_fp32, rival)
-    assert loss < rival - better, (loss, in_fp32, rival)
-    assert stats["optimizer"]["phase"] == "compressed" and stats["optimizer"]["warmup"] == 30
-    assert stats["optimizer"]["steps"] == 300 and stats["ratio"] > 8
+    exact = trained[False][0][0]["exact"]
+    found, rivals = trained[True][0][0][codec], trained[False][0][0][codec]
+    assert max(exact) < 0.02 and max(found) < most and min(rivals) > rival, (exact, found, rivals)
+
+
+def test_the_exchange_was_compressed_and_ranks_agree(trained: dict[bool, Any]) -> None:
+    (_, stats, weights), (_, _, others) = trained[True]
+    assert all(torch.equal(a, b) for a, b in zip(weights, others))
+    assert stats["optimizer"]["phase"] == "compressed" and stats["optimizer"]["warmup"] == STEPS // 10
+    assert stats["optimizer"]["steps"] == STEPS

@@ -332,12 +332,12 @@ def test_a_module_that_is_used_twice_sends_once_and_trains(ranks):
 def hybrid(rank):
     mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "shard"))
     model = sharded(rank, mesh=mesh)
-    hook = gw.compress(model, "optquant:bits=4", weights="unigrid:bits=8", feedback=True)
+    hook = gw.compress(model, None, gradients="optquant:bits=4", weights="unigrid:bits=8", feedback=True)
     losses = train(rank, model, 20)
     return losses, alike(rank, parameters(model).values()), hook.stats()
 
 
-def test_a_hybrid_mesh_compresses_its_shard_dimension(ranks):
+def test_a_hybrid_mesh_can_compress_its_shard_dimension_only(ranks):
     for losses, same, stats in ranks.run(6, hybrid):
         assert losses[-1] < losses[0] and same and stats["gradients"]["bits"] < 16
 
@@ -392,11 +392,11 @@ def part_of_the_world(rank):
     if rank.rank >= 4:
         return "not in it"
     with pytest.raises(gradwire.UnsupportedError) as caught:
-        gw.compress(sharded(rank, mesh=mesh), "qsgd:bits=4")
+        gw.compress(sharded(rank, mesh=mesh), None, gradients="qsgd:bits=4")
     return str(caught.value)
 
 
-def test_a_hybrid_mesh_of_some_ranks_is_refused(ranks):
+def test_the_shard_dimension_of_a_hybrid_mesh_of_some_ranks_is_refused(ranks):
     words = ranks.run(6, part_of_the_world)
     assert all("it must have all ranks" in one for one in words[:4])
 

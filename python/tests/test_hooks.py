@@ -101,7 +101,7 @@ BAD = [
     ("ddp", dict(scaler=128.0), "scaler is of type float; allowed is a torch.amp.GradScaler"),
     ("fsdp", dict(feedback="yes"), "feedback is 'yes'; allowed are True, False and None"),
     ("ddp", dict(min_elements=-1), "min_elements is -1"),
-    ("ddp", dict(weights="unigrid:bits=8"), "weights is an option for FSDP2 models; this model uses DDP"),
+    ("ddp", dict(weights="unigrid:bits=8"), "weights is an option for FSDP2 and HSDP models; this model uses DDP"),
     ("ddp", dict(codec=None), "codec is of type NoneType"),
     (
         "ddp",
@@ -118,7 +118,8 @@ BAD = [
 ]  # fmt: skip
 DDP_ONLY = dict(down="qsgd", method="gather", owner_feedback=False, warmup=3, measure_every=5, guard=0.5, timeout=5)
 for _name, _value in DDP_ONLY.items():
-    BAD.append(("fsdp", {_name: _value}, f"{_name} is an option for DDP models; this model uses FSDP2"))
+    _also = "" if _name in ("measure_every", "guard") else " and HSDP"
+    BAD.append(("fsdp", {_name: _value}, f"{_name} is an option for DDP{_also} models; this model uses FSDP2"))
 
 
 def refused(rank: Rank, kind: str, options: dict[str, Any], on_one: bool) -> str:
@@ -334,6 +335,7 @@ def many_hooks(rank: Rank) -> Any:
         gc.collect()
         return ours() <= threads and len(os.listdir("/proc/self/fd")) <= files
 
+    rank.let_go()
     eventually(lambda: gc.collect() >= 0 and not Transport._shared)  # what earlier tests have left
     one()
     before = ours(), len(os.listdir("/proc/self/fd"))
@@ -348,6 +350,7 @@ def test_threads_and_connections_end_with_the_last_hook_that_uses_them(ranks: Ra
 
 
 def shared(rank: Rank) -> Any:
+    rank.let_go()
     first, optimizer, hook = prepared(rank, "qsgd:bits=4")
     second, other_optimizer, other = prepared(rank, "onebit")
     same = hook._transport is other._transport

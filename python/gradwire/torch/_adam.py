@@ -11,7 +11,7 @@ For each element, on W ranks, with k steps taken so far:
     den         sqrt(v) / sqrt(1 - beta2^kp) + eps, where kp is the number of steps at the last pooling
 
     k = 0       gradients are averaged exactly, and the optimizer's own step is taken
-    k > 0       u = (beta1 m + (1 - beta1) g) / den                       g: this rank's gradient
+    k > 0       u = (beta1 m + (1 - beta1) g) / den                       g: this rank's gradient, clipped (_limits.py)
                 |u| at most 10 (1 - beta1^(k + 1))
                 m = den * mean of u over all ranks, compressed            what the user finds in p.grad, and may clip
                 w = w (1 - rate * decay) - rate / (1 - beta1^(k + 1)) * m / den
@@ -30,8 +30,10 @@ from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from .. import _core
 from .._errors import UnsupportedError, UsageError
 from . import _optimizers
+from ._limits import GradientLimits
 
 if TYPE_CHECKING:
     from ._ddp import DdpHook
@@ -39,17 +41,11 @@ if TYPE_CHECKING:
 WARMUP_CODEC, DOWN_CODEC = "qsgd:bits=4", "optquant:bits=4"
 _LARGEST = 10.0  # of an update, in units of the learning rate
 _FLOOR = 0.01**2  # of a second moment: a coordinate that was never used must not have a den of eps when it wakes up
-_LONGEST = 64  # steps between two poolings
-_LOOK_FOR_SCALER = 3  # first steps
+_LOOK = 3  # first steps, in which the norms of p.grad show what the loop does with it
 
 
 def default_warmup(steps: int) -> int:
     return steps // 10 if steps else 200
-
-
-def next_pooling(step: int) -> int:
-    """The step after which second moments are pooled next, if they were pooled after `step`."""
-    return step + min(max((step + 1) // 4, 1), _LONGEST)
 
 
 class Momentum:
@@ -61,6 +57,7 @@ class Momentum:
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, torch.nn.Parameter],
         groups: list[int],
+        clip: float = 0.0,
     ) -> None:
         self._hook = weakref.ref(hook)
         self.optimizer = optimizer
@@ -89,7 +86,9 @@ class Momentum:
         self._scale = 1.0
         self.idle: set[int] = set()  # parameters that no rank has used in this backward pass
         self._smallest = min(range(len(self.parameters)), key=lambda i: self.parameters[i].numel())
-        self._norms: dict[int, torch.Tensor] = {}  # of its momentum, in the first steps
+        self._norms: dict[int, torch.Tensor] = {}  # of p.grad as the loop gets it, in the first steps
+        self._told_clip = clip
+        self.limits = GradientLimits(len(self.parameters), self.parameters[0].device, clip)
         self._undo: list[Callable[[], None]] = []
 
     # The life of an exchange.
@@ -155,6 +154,8 @@ class Momentum:
         for i, name in enumerate(self.names):
             self.q[i].copy_(state["q"][name])
             self.s[i].copy_(state["s"][name])
+        self.limits.clip = self._told_clip or state["clip"]
+        self.limits.levels.copy_(torch.stack([state["levels"][name].double() for name in self.names]))
         self._fresh, self._pending = True, False
 
     # A backward pass.
@@ -181,14 +182,15 @@ class Momentum:
             torch._foreach_copy_(own, bucket)
             if self._scale != 1:
                 torch._foreach_mul_(own, 1 / self._scale)
-            decay = 0.0 if _is_decoupled(self.optimizer, group) else float(group["weight_decay"])
-            if decay:
-                torch._foreach_add_(own, [self.parameters[i] for i in some], alpha=decay)
             if self.is_exact:
                 continue
+            self.limits.apply(some, own)
+            decay = self._coupled_decay(group)
+            if decay:
+                torch._foreach_add_(own, [self.parameters[i] for i in some], alpha=decay)
             in_place = all(one.dtype == torch.float32 for one in bucket)
             u = bucket if in_place else torch._foreach_mul(own, 1.0)
-            if in_place and (decay or self._scale != 1):
+            if in_place and (decay or self._scale != 1 or self.limits.clip):
                 torch._foreach_copy_(u, own)
             torch._foreach_lerp_(u, [self._moment(i).float() for i in some], beta1)
             torch._foreach_div_(u, [self._den[i] for i in some])
@@ -204,6 +206,7 @@ class Momentum:
         """After the last chunk of a bucket: what was exchanged becomes the momentum, in units of the gradient and with
         the loss scale, as the user expects it in p.grad."""
         if self.is_exact:
+            self._remember(which, gradients)
             return
         values = [gradient.float() for gradient in gradients]  # a copy only of other types
         torch._foreach_mul_(values, [self._den[i] for i in which])
@@ -211,8 +214,11 @@ class Momentum:
             torch._foreach_mul_(values, self._scale)
         if any(value is not gradient for value, gradient in zip(values, gradients)):
             torch._foreach_copy_(list(gradients), values)
-        if self.taken < _LOOK_FOR_SCALER and self._scale == 1:
-            self._norms.update((i, value.norm()) for i, value in zip(which, values) if i == self._smallest)
+        self._remember(which, values)
+
+    def _remember(self, which: Sequence[int], values: Sequence[torch.Tensor]) -> None:
+        if self.taken < _LOOK:
+            self._norms.update(zip(which, torch._foreach_norm([value.float() for value in values])))
 
     def end(self) -> None:
         """After the last bucket was handed over."""
@@ -247,7 +253,7 @@ class Momentum:
                 if count:
                     self.s[i].copy_(self._state(i)["exp_avg_sq"])
             self.taken = max(steps)
-            self.next_pool, self.pooled = next_pooling(self.taken - 1), True
+            self.next_pool, self.pooled = _core.next_pooling(self.taken) - 1, True
         if self.pooled:
             self._make_dens()
         self._fresh = False
@@ -274,18 +280,20 @@ class Momentum:
             self._fresh = True
             return loss
         self._pending = False
+        self._look(applied)
         if self.is_exact:
+            self._limit_first(applied)
             self._torch_step(self.optimizer)
             for i in applied:
                 self.counts[i][0] = int(self._state(i)["step"])
         else:
             self._refuse_late(applied)
-            self._look_for_scaler()
             for number, some in self._by_group(applied):
                 self._update(number, some)
         for number, some in self._by_group(applied):
             self._follow(number, some)
         self.taken += 1
+        self.limits.commit(self.taken)
         if not self.pooled or self.taken > self.next_pool:
             self._pool()
         hook = self._hook()
@@ -348,7 +356,7 @@ class Momentum:
                 floor = pooled.mean(dtype=torch.float64).mul_(_FLOOR).float()
                 state["exp_avg_sq"].copy_(torch.maximum(pooled, floor))
                 self.counts[i][3] = self.counts[i][1]
-        self.pooled, self.next_pool = True, next_pooling(self.taken - 1)
+        self.pooled, self.next_pool = True, _core.next_pooling(self.taken) - 1
         sent = 2 * flat.numel() * flat.element_size() * (self._world - 1) // self._world
         self.pools, self.pool_bytes = self.pools + 1, self.pool_bytes + sent
         hook = self._hook()
@@ -409,16 +417,36 @@ class Momentum:
                     field="gradient",
                 )
 
-    def _look_for_scaler(self) -> None:
-        """A GradScaler that compress does not know divides the momentum by a scale that it was never multiplied by."""
-        expected, gradient = self._norms.pop(self._smallest, None), self.parameters[self._smallest].grad
-        if expected is not None and gradient is not None and float(gradient.norm()) < float(expected) / 1024:
+    def _look(self, applied: Sequence[int]) -> None:
+        """In the first steps: what has the loop done with p.grad?"""
+        norms, self._norms = self._norms, {}
+        known = [i for i in applied if i in norms]
+        if not known:
+            return
+        gradients = [self.parameters[i].grad for i in known]
+        self.limits.learn([norms[i] for i in known], [one.float() for one in gradients if one is not None], self._scale)
+        gradient = self.parameters[self._smallest].grad
+        if self._scale != 1 or self._smallest not in norms or gradient is None:
+            return
+        if not self.is_exact and float(gradient.norm()) < float(norms[self._smallest]) / 1024:
+            # A GradScaler that compress does not know divides the momentum by a scale that it was never multiplied by.
             warnings.warn(
                 f"gradwire: p.grad of '{self.names[self._smallest]}' became more than 1024 times as small between "
                 "backward() and optimizer.step(). If a GradScaler did that, compress must be told: "
                 "compress(model, codec, optimizer=optimizer, scaler=scaler)",
                 stacklevel=5,
             )
+
+    def _limit_first(self, applied: Sequence[int]) -> None:
+        """This rank's own first gradient, which was averaged as it is, and is followed as clipped."""
+        self.limits.apply(applied, [self._own[i] for i in applied])
+        for number, some in self._by_group(applied):
+            decay = self._coupled_decay(self.optimizer.param_groups[number])
+            if decay:
+                torch._foreach_add_([self._own[i] for i in some], [self.parameters[i] for i in some], alpha=decay)
+
+    def _coupled_decay(self, group: Mapping[str, Any]) -> float:
+        return 0.0 if _is_decoupled(self.optimizer, group) else float(group["weight_decay"])
 
     # For people.
 
@@ -434,6 +462,7 @@ class Momentum:
             "next_pool": self.next_pool,
             "pools": self.pools,
             "pool_bytes": self.pool_bytes,
+            "clip": self.limits.clip,
             "memory_bytes": 16 * sum(parameter.numel() for parameter in self.parameters),
         }
 

@@ -10,7 +10,7 @@ rank's number. No collective was started by then, so this leaves the process gro
 
 import time
 from datetime import timedelta
-from typing import Callable, TypeVar
+from typing import Callable, Generic, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,39 +33,84 @@ def agreed(
     call: what the user has called on this rank. timeout: how long to wait for ranks that have not called it; None: as
     long as the process group waits.
     """
-    failure: Exception | None = None
-    made: list[T] = []
-    handshake: Handshake = []
-    try:
-        result, handshake = prepare()
-        made.append(result)
-    except Exception as error:
-        failure = error
+    outcome = _outcome(prepare, dist.get_rank(group))
     meet(group, call, timeout)
+    return _compared(group, call, outcome)
+
+
+def agreed_on_mesh(
+    groups: Sequence[dist.ProcessGroup],
+    members: Sequence[int],
+    call: str,
+    prepare: Callable[[], tuple[T, Handshake]],
+    timeout: timedelta | None = None,
+) -> T:
+    """The same for the ranks of a mesh, with one process group of this rank for every dimension. All ranks of the mesh
+    meet first. Then they compare along one dimension after the other, and what was found along the first is told along
+    the second, so every rank learns of every other. members: the ranks of the mesh; errors name these.
+    """
+    outcome = _outcome(prepare, dist.get_rank())
+    name = "mesh/" + ",".join(map(str, members))
+    _meet(name, list(members), list(members).index(dist.get_rank()), call, timeout or _patience(groups[0]))
+    for group in groups:
+        before, ranks = outcome, dist.get_process_group_ranks(group)
+        outcome = _outcome(lambda: (_compared(group, call, before, ranks), before.handshake), None)
+    if outcome.failure is not None:
+        raise outcome.failure
+    return outcome.made[0]
+
+
+class _Outcome(Generic[T]):
+    """What a rank has prepared, or why it could not."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.told: str | None = None  # what the other ranks raise
+        self.made: list[T] = []
+        self.handshake: Handshake = []
+
+
+def _outcome(prepare: Callable[[], tuple[T, Handshake]], rank: int | None) -> _Outcome[T]:
+    """rank: this one, if a failure is its own; None if other ranks were compared with, whose words are passed on."""
+    outcome: _Outcome[T] = _Outcome()
+    try:
+        made, outcome.handshake = prepare()
+        outcome.made.append(made)
+    except Exception as error:
+        outcome.failure = error
+        outcome.told = getattr(error, "_told", None) or str(error)
+        if rank is not None:
+            outcome.told = f"rank {rank} cannot take part: {error}"
+            error._told = outcome.told  # type: ignore[attr-defined]
+    return outcome
+
+
+def _compared(group: dist.ProcessGroup, call: str, mine: _Outcome[T], names: Sequence[int] | None = None) -> T:
+    """names: how errors call the ranks of the group."""
     every: list[tuple[str | None, Handshake]] = [(None, [])] * dist.get_world_size(group)
-    mine = [("the call", call), *handshake]
-    dist.all_gather_object(every, (str(failure) if failure else None, mine), group=group)
-    if failure:
-        raise failure
-    for rank, (message, _) in enumerate(every):
+    names = names or range(len(every))
+    dist.all_gather_object(every, (mine.told, [("the call", call), *mine.handshake]), group=group)
+    if mine.failure:
+        raise mine.failure
+    for rank, (message, _) in zip(names, every):
         if message is not None:
-            raise MismatchError(f"rank {rank} cannot take part: {message}", field="rank", rank=rank)
+            raise MismatchError(message, field="rank", rank=rank)
     first = every[0][1]
-    for rank, (_, theirs) in enumerate(every):
+    for rank, (_, theirs) in zip(names, every):
         for (field, here), (name, there) in zip(first, theirs):
             if (field, here) != (name, there):
                 raise MismatchError(
-                    f"ranks disagree about {field}: rank 0 has '{here}', rank {rank} has '{there}'",
+                    f"ranks disagree about {field}: rank {names[0]} has '{here}', rank {rank} has '{there}'",
                     field=field,
                     rank=rank,
                 )
         if len(theirs) != len(first):
             raise MismatchError(
-                f"ranks disagree about the number of parameters: rank 0 and rank {rank} differ",
+                f"ranks disagree about the number of parameters: rank {names[0]} and rank {rank} differ",
                 field="parameters",
                 rank=rank,
             )
-    return made[0]
+    return mine.made[0]
 
 
 def timeout_of_group(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
@@ -92,12 +137,18 @@ def meet(group: dist.ProcessGroup, call: str, timeout: timedelta | None = None) 
     first of these words stays, so either all ranks go on or none. A rank that comes to a meeting that was given up goes
     to the next one, where the others are if they have tried again.
     """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    world = dist.get_world_size(group)
+    _meet(group.group_name, list(range(world)), dist.get_rank(group), call, timeout or _patience(group))
+
+
+def _meet(name: str, names: list[int], rank: int, call: str, timeout: timedelta) -> None:
+    """names: how errors call the ranks that meet. rank: the position of this one."""
+    world = len(names)
     if world == 1:
         return
-    patience = (timeout or _patience(group)).total_seconds()
+    patience = timeout.total_seconds()
     default = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-    store = dist.PrefixStore(f"gradwire/meet/{group.group_name}", default)
+    store = dist.PrefixStore(f"gradwire/meet/{name}", default)
     deadline = time.monotonic() + patience
     while True:
         meeting = str(store.add(f"calls of {rank}", 1))
@@ -115,7 +166,8 @@ def meet(group: dist.ProcessGroup, call: str, timeout: timedelta | None = None) 
                 pause = min(2 * pause, 0.05)
         end = store.get(f"{meeting}/end").decode()
         if end != "all are here":
-            raise _absent(call, [other for other in range(world) if not store.check([f"{meeting}/{other}"])], end)
+            missing = [names[other] for other in range(world) if not store.check([f"{meeting}/{other}"])]
+            raise _absent(call, missing, end)
         return _clean(store, int(meeting) - 1, world, rank)
 
 

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket of DDP is split into chunks, and each chunk is an all-reduce of its own. Chunks follow each other on the
-link: while one is being sent the next one is encoded, and many short exchanges fill a link better than two long ones.
+"""A bucket of DDP, or the shard of a unit of FSDP, is split into chunks, and each chunk is an all-reduce of its own.
+Chunks follow each other on the link: while one is being sent the next one is encoded, and many short exchanges fill a
+link better than two long ones.
 """
 
 import contextlib
-from typing import TYPE_CHECKING, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Protocol, Sequence
 
 import torch
 
 from .. import _core
-from ._task import CodingTask
-from ._transport import Exchange
+from ._task import CodingTask, Times
+from ._transport import Exchange, Transport
 
 if TYPE_CHECKING:
-    from ._ddp import DdpHook
+    from ._adam import Momentum
+    from ._meters import Meters
 
 # Elements of a chunk. On a link that carries fewer than SLOW bytes per second FINE_CHUNK fills the link best; on a
 # faster link CHUNK takes the least work of the processor.
@@ -50,10 +52,31 @@ def used_flags(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([gradient.count_nonzero() for gradient in gradients]).clamp_(max=1).to(torch.uint8)
 
 
-class Chunk(CodingTask):
-    """One of DDP's buckets, or a part of it: the BucketTask that the transport runs."""
+class Owner(Protocol):
+    """What a chunk needs of its hook."""
 
-    def __init__(self, hook: "DdpHook", tensors: tuple[int, ...], chunk: int, chunks: int) -> None:
+    _model: "_core.ModelCoder"
+    _transport: Transport
+    _device: torch.device
+    _threads: int
+    _times: Times
+    _meters: "Meters"
+    _momentum: "Momentum | None"
+    _used: "list[Chunk]"  # in this step
+
+    @property
+    def _stream(self) -> "torch.cuda.Stream | None": ...  # on which steps are ended
+    def _scale_on_wire(self) -> float: ...
+    def _searches_unused(self) -> bool: ...
+    def _begin(self, loss_scale: float) -> None: ...
+    def _end(self, used: "Sequence[Chunk]") -> Any: ...
+
+
+class Chunk(CodingTask):
+    """One of DDP's buckets, or the gradients of one of FSDP's units, or a part of it: the BucketTask that the transport
+    runs."""
+
+    def __init__(self, hook: Owner, tensors: tuple[int, ...], chunk: int, chunks: int) -> None:
         super().__init__(
             hook._model, list(tensors), hook._transport, hook._device, hook._threads, hook._times, chunk, chunks
         )
@@ -70,6 +93,10 @@ class Chunk(CodingTask):
         self.sent = 0
         if self.stream is not None:
             self.wait_for(torch.cuda.current_stream(self.device))
+
+    def unload(self) -> None:
+        """Lets go of the gradients, where the next step has other buffers."""
+        self.buffer, self.gradients, self.future = torch.empty(0), [], None
 
     def start(self) -> Exchange:
         if self.first:

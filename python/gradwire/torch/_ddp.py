@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _arrays, _core
 from .._errors import UnsupportedError, UsageError
-from . import _hook, _optimizers, _state
+from . import _hook, _optimizers, _register, _state
 from ._adam import DOWN_CODEC, WARMUP_CODEC, Momentum, default_warmup
 from ._agree import Handshake, agreed
 from ._chunks import CHUNK, FINE_CHUNK, SLOW, Chunk, ChunkKey, split, used_flags
@@ -83,8 +83,11 @@ def _plain_mean(  # type: ignore[name-defined]
     return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
 
-def attach(ddp: DistributedDataParallel, codec: Any, options: dict[str, Any]) -> "DdpHook":
-    """Makes a hook and puts it in place of the one that is there, if there is one. Collective."""
+def attach(
+    ddp: DistributedDataParallel, codec: Any, options: dict[str, Any], names: Sequence[str] | None = None
+) -> "DdpHook":
+    """Makes a hook and puts it in place of the one that is there, if there is one. Collective. names: those of the
+    parameters, where DDP does not know them."""
     group: dist.ProcessGroup = ddp.process_group
     registered: list[tuple[Any, object]] = getattr(ddp, "_comm_hooks", [])
 
@@ -96,7 +99,13 @@ def attach(ddp: DistributedDataParallel, codec: Any, options: dict[str, Any]) ->
                 f"the model has the communication hook '{others[0].__qualname__}' already, and DDP accepts only one",
                 field="model",
             )
-        hook = DdpHook(ddp, codec, options)
+        python_codec = _register.found(codec)
+        if python_codec is not None:
+            from ._python_hook import PythonHook
+
+            hook: DdpHook = PythonHook(ddp, python_codec, options, names)
+        else:
+            hook = DdpHook(ddp, codec, options, names)
         return hook, hook._handshake() + hook._optimizer_terms
 
     hook = agreed(group, "compress", prepare, _hook.valid_timeout(options.get("timeout")))
@@ -119,13 +128,15 @@ def attach(ddp: DistributedDataParallel, codec: Any, options: dict[str, Any]) ->
     return hook
 
 
-def _named_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+def _named_parameters(
+    ddp: DistributedDataParallel, names: Sequence[str] | None = None
+) -> dict[str, torch.nn.Parameter]:
     """The parameters that DDP reduces, by the names of the model itself, whether it is compiled or not."""
     named: dict[str, torch.nn.Parameter] = {}
-    for name, parameter in ddp.module.named_parameters():
+    for place, (name, parameter) in enumerate(ddp.module.named_parameters()):
         if not parameter.requires_grad or name in ddp.parameters_to_ignore:
             continue
-        name = name.replace("_orig_mod.", "")
+        name = (names[place] if names is not None else name).replace("_orig_mod.", "")
         if parameter.dtype not in DTYPES:
             raise UnsupportedError(
                 f"parameter '{name}' is {str(parameter.dtype)[6:]}; allowed are float32, float16 and bfloat16",
@@ -137,7 +148,7 @@ def _named_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parame
     return named
 
 
-def _one_device(parameters: Mapping[str, torch.Tensor]) -> torch.device:
+def one_device(parameters: Mapping[str, torch.Tensor]) -> torch.device:
     devices = {name: parameter.device for name, parameter in parameters.items()}
     first = next(iter(devices.values()))
     for name, device in devices.items():
@@ -158,7 +169,9 @@ def _one_device(parameters: Mapping[str, torch.Tensor]) -> torch.device:
 class DdpHook(Hook):
     """The hook of a DistributedDataParallel."""
 
-    def __init__(self, ddp: DistributedDataParallel, codec: Any, given: dict[str, Any]) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, codec: Any, given: dict[str, Any], names: Sequence[str] | None = None
+    ) -> None:
         self.step = 0
         guard = _hook.limit(given.get("guard"), "guard")
         self._options: dict[str, Any] = {
@@ -172,15 +185,14 @@ class DdpHook(Hook):
         self._timeout = _hook.timeout_of(given.get("timeout"))
         self._threads = _hook.threads(given["threads"])
         self._scaler = _hook.scaler(given["scaler"])
-        self._scale_copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._ddp = weakref.ref(ddp)  # DDP's reducer holds the hook, so a reference back would keep both alive forever
         self._slot: "weakref.ref[_Slot] | None" = None
         self._handles: list[Any] = []
-        named = _named_parameters(ddp)
+        named = _named_parameters(ddp, names)
         self._names = list(named)
         self._parameters = list(named.values())
         self._index = {id(parameter): i for i, parameter in enumerate(self._parameters)}
-        self._device = _one_device(named)
+        self._device = one_device(named)
         self._min_elements = _arrays.whole(given["min_elements"], "min_elements", 2**40)
         self._group: dist.ProcessGroup = ddp.process_group
         self._world = dist.get_world_size(self._group)
@@ -191,6 +203,7 @@ class DdpHook(Hook):
             "feedback": "codec" if feedback is None else "on" if feedback else "off",
             "owner_feedback": "off" if _hook.switch(given.get("owner_feedback"), "owner_feedback") is False else "on",
             "residual": DTYPES[self._options["residual"]],
+            "decay": _hook.fraction(given.get("decay", 1.0), "decay"),
             "seed": _arrays.whole(given["seed"], "seed"),
             "steps": _arrays.whole(given.get("steps", 0), "steps", 10**9),
             "rank": dist.get_rank(self._group),
@@ -201,14 +214,16 @@ class DdpHook(Hook):
         self._momentum: Momentum | None = None
         self._watch: _optimizers.Watch | None = None
         self._optimizer_terms: Handshake = []
-        optimizer = given.get("optimizer")
+        optimizer, clip = given.get("optimizer"), _hook.limit(given.get("clip"), "clip")
+        if clip is not None and optimizer is None:
+            raise UsageError("clip is an option for optimizer=; without it the loop clips gradients", field="clip")
         self._optimizer_kind = type(optimizer).__name__ if optimizer is not None else "none"
         if optimizer is not None:
             slot = _SLOTS.get(ddp)
             groups = _optimizers.check(optimizer, named, ddp.module, slot.hook if slot is not None else None)
-            self._optimizer_terms = _optimizers.handshake(optimizer, named)
+            self._optimizer_terms = [("clip", str(clip)), *_optimizers.handshake(optimizer, named)]
             if self._uses_feedback(rules_of(codec, self._min_elements)):
-                self._momentum = Momentum(self, optimizer, named, groups)
+                self._momentum = Momentum(self, optimizer, named, groups, clip or 0.0)
                 if "warmup" not in given:
                     self._options["warmup"] = default_warmup(self._model_options["steps"])
         self._warm = self._momentum is not None and self._options["warmup"] > 0
@@ -236,9 +251,15 @@ class DdpHook(Hook):
         options, sent = self._model_options, up
         if warm:
             sent = with_codec(up, self._keeps_residual, WARMUP_CODEC)
-            options = options | {"feedback": "off"}
+            options = options | {"feedback": "off", "decay": 1.0}
             if options["owner_feedback"] == "off":
                 options["residual"] = "f32"  # there are none, and their type must not be chosen then
+        elif options["decay"] != 1 and not self._uses_feedback(up):
+            raise UsageError(
+                f"decay is {options['decay']:g}, and '{up}' has no codec with error feedback, so no residual would "
+                "decay; choose one that has it, such as topk, or say feedback=True",
+                field="decay",
+            )
         tensors = [(name, p.numel(), DTYPES[p.dtype], p.dim()) for name, p in zip(self._names, self._parameters)]
         return up, down, _core.ModelCoder(tensors, up=sent, down=down_rules, **options)
 
@@ -287,6 +308,7 @@ class DdpHook(Hook):
         if slot is not None and slot.hook is self:
             slot.hook = None
         self._slot = None
+        self._removed = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -360,12 +382,7 @@ class DdpHook(Hook):
 
     def _comm_hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
-        if buffer.layout != torch.strided:
-            raise UnsupportedError(
-                "sparse gradients cannot be compressed; use sparse=False, or leave the parameter to DDP with "
-                "parameters_to_ignore",
-                field="layout",
-            )
+        self._check_layout(buffer)
         if self._plain:
             return self._all_reduce(bucket)
         self._transport.check()
@@ -409,6 +426,14 @@ class DdpHook(Hook):
             self._momentum.end()
         return result
 
+    def _check_layout(self, buffer: torch.Tensor) -> None:
+        if buffer.layout != torch.strided:
+            raise UnsupportedError(
+                "sparse gradients cannot be compressed; use sparse=False, or leave the parameter to DDP with "
+                "parameters_to_ignore",
+                field="layout",
+            )
+
     def _settle(self, chunks: Sequence[Chunk], tensors: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """In the thread that decodes, on the stream of the last chunk."""
         for chunk in chunks[:-1]:
@@ -428,30 +453,9 @@ class DdpHook(Hook):
             self._step_done(None)
         return _plain_mean(bucket, self._group)
 
-    def _scale(self) -> float:
-        if self._loss_scale is not None:
-            return self._loss_scale
-        if self._scaler is None or not self._scaler.is_enabled():
-            return 1.0
-        if self._scale_copy is not None:
-            value, event = self._scale_copy
-            event.synchronize()  # it was recorded before the forward pass
-            return float(value)
-        return float(self._scaler.get_scale())
-
     def _scale_on_wire(self) -> float:
         """Momentum is exchanged without the loss scale."""
         return self._scale() if self._momentum is None or self._momentum.is_exact else 1.0
-
-    def _prefetch_scale(self) -> None:
-        """Before a forward pass. On a GPU the scale lies in device memory; reading it in the middle of the backward
-        pass would make the host wait for everything that is enqueued."""
-        scale = getattr(self._scaler, "_scale", None)
-        if isinstance(scale, torch.Tensor) and scale.is_cuda:
-            value, event = self._scale_copy or (torch.empty(1, pin_memory=True), torch.cuda.Event())
-            value.copy_(scale.reshape(1), non_blocking=True)
-            event.record()
-            self._scale_copy = (value, event)
 
     def _begin(self, loss_scale: float) -> None:
         """At the first bucket, in the thread that encodes."""

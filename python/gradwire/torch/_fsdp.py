@@ -9,6 +9,8 @@ takes the place of both collectives (_units.py encodes and sends) and keeps what
 
 FSDP packs the parameters of a unit into one flat buffer with a shard for every rank. Neither the hook nor a codec sees
 where a parameter begins, so rules cannot name single parameters here: they match the names of modules.
+
+This is about one dimension, the one that shards. What replicas send each other is the matter of _replicas.py.
 """
 
 import contextlib
@@ -31,11 +33,40 @@ from ._rules import check_patterns, rules_of, written_out
 from ._units import Channel, CompressedAllGather, CompressedReduceScatter, UnitCoder, default_collective
 
 _LOG = logging.getLogger("gradwire")
-_HOOKS: "weakref.WeakKeyDictionary[torch.nn.Module, FsdpHook]" = weakref.WeakKeyDictionary()
+_HOOKS: "weakref.WeakKeyDictionary[torch.nn.Module, Hook]" = weakref.WeakKeyDictionary()
 
 
 def attach(model: torch.nn.Module, codec: Any, options: dict[str, Any]) -> "FsdpHook":
     """Makes a hook and puts it in place of the one that is there, if there is one. Collective."""
+    _refuse_torch()
+    group = _group_of(_mesh_of(model))
+
+    def prepare() -> tuple[FsdpHook, Handshake]:
+        refuse_foreign("FSDP2", options)
+        hook = make(model, codec, options)
+        return hook, hook._handshake()
+
+    hook = agreed(group, "compress", prepare)
+    replace_hook(model, hook)
+    hook._place(model)
+    return hook
+
+
+def make(model: torch.nn.Module, codec: Any, options: dict[str, Any]) -> "FsdpHook":
+    """A hook that is not in its place yet."""
+    _refuse_torch()
+    mesh = _mesh_of(model)
+    return FsdpHook(model, _units_of(model), mesh, _group_of(mesh), codec, options)
+
+
+def replace_hook(model: torch.nn.Module, hook: Hook) -> None:
+    """Removes the hook that the model has, and keeps the new one as long as the model."""
+    if model in _HOOKS:
+        _HOOKS[model].remove()
+    _HOOKS[model] = hook
+
+
+def _refuse_torch() -> None:
     for name in ("set_custom_reduce_scatter", "set_custom_all_gather"):
         if not hasattr(fsdp.FSDPModule, name):
             raise UnsupportedError(
@@ -43,29 +74,6 @@ def attach(model: torch.nn.Module, codec: Any, options: dict[str, Any]) -> "Fsdp
                 "a newer torch has it",
                 field="torch",
             )
-    units = _units_of(model)
-    mesh = _mesh_of(model)
-    group = _group_of(mesh)
-
-    def prepare() -> tuple[FsdpHook, Handshake]:
-        refuse_foreign("FSDP2", options)
-        hook = FsdpHook(model, units, mesh, group, codec, options)
-        return hook, hook._handshake(model)
-
-    hook = agreed(group, "compress", prepare)
-    if model in _HOOKS:
-        _HOOKS[model].remove()
-    for name in units:
-        if hook._replaces["codec"]:
-            hook._reducers.append(CompressedReduceScatter(hook, hook._gradients, name))
-        if hook._replaces["weights"]:
-            hook._gatherers.append(CompressedAllGather(hook, hook._weights, name))
-    hook._install()
-    if codec is None:
-        # Nothing else separates the steps.
-        hook._handles.append(model.register_forward_pre_hook(lambda *_: hook._step_done()))
-    _HOOKS[model] = hook
-    return hook
 
 
 def _units_of(model: torch.nn.Module) -> dict[str, Any]:
@@ -127,7 +135,7 @@ class FsdpHook(Hook):
         self._units = list(units)
         self._modules = [weakref.ref(module) for module in units.values()]
         self._group, self._scaler = group, _hook.scaler(given["scaler"])
-        self._options = {
+        self._options: dict[str, Any] = {
             "feedback": bool(_hook.switch(given["feedback"], "feedback")),
             "residual": _hook.residual_dtype(given["residual"]),
             "min_elements": _arrays.whole(given["min_elements"], "min_elements", 2**40),
@@ -136,6 +144,7 @@ class FsdpHook(Hook):
         }
         self._threads = _hook.threads(given["threads"])
         self._device = _device_of(mesh)
+        self._parameters = [f"{name}: {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
         self._shard = sum(parameter.numel() for parameter in model.parameters()) // mesh.size()
         self._gradients = self._channel(codec, "codec")
         self._weights = self._channel(given.get("weights"), "weights")
@@ -151,7 +160,6 @@ class FsdpHook(Hook):
         self._skipped_before = 0  # with earlier codecs
         self._changed = False  # since a state was loaded
         self._handles: list[Any] = []
-        self._removed = False
 
     def _channel(self, codec: Any, field: str) -> Channel:
         rules = rules_of(codec, self._options["min_elements"], field) if codec is not None else "*=fp32"
@@ -162,6 +170,18 @@ class FsdpHook(Hook):
                 # Refuses here what the first forward pass would refuse.
                 CompressedAllGather.codec(channel, unit, self._shard)
         return channel
+
+    def _place(self, model: torch.nn.Module) -> None:
+        """After the ranks have agreed."""
+        for name in self._units:
+            if self._replaces["codec"]:
+                self._reducers.append(CompressedReduceScatter(self, self._gradients, name))
+            if self._replaces["weights"]:
+                self._gatherers.append(CompressedAllGather(self, self._weights, name))
+        self._install()
+        if not self._replaces["codec"]:
+            # Nothing else separates the steps.
+            self._handles.append(model.register_forward_pre_hook(lambda *_: self._step_done()))
 
     def _install(self) -> None:
         """Puts our collectives in the place of torch's."""
@@ -180,13 +200,13 @@ class FsdpHook(Hook):
             f"{len(self._units)} modules, on {dist.get_world_size(self._group)} ranks, at step {self.step}{removed}>"
         )
 
-    def _handshake(self, model: torch.nn.Module) -> Handshake:
+    def _handshake(self) -> Handshake:
         terms = [
             ("codec", str(self._gradients.rules)), ("weights", str(self._weights.rules)), ("device", self._device.type)
         ]
         terms += [(name, str(value)) for name, value in self._options.items()]
         terms += [("module", unit) for unit in self._units]
-        return terms + [("parameter", f"{name}: {tuple(p.shape)} {p.dtype}") for name, p in model.named_parameters()]
+        return terms + [("parameter", parameter) for parameter in self._parameters]
 
     def remove(self) -> None:
         if self._removed:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hooks for DDP and for FSDP2 have in common, and the checks of their options."""
+"""What all hooks have in common, and the checks of their options."""
 
 import math
 from abc import ABC, abstractmethod
@@ -22,8 +22,11 @@ class Hook(ABC):
 
     step: int
     codec: str
+    _removed = False
     _rate = -1.0  # below 0: not given
     _loss_scale: float | None = None
+    _scaler: Any = None
+    _scale_copy: "tuple[torch.Tensor, torch.cuda.Event] | None" = None
 
     def set_rate(self, rate: float) -> None:
         """Sets the learning rate of the following steps, for codecs that depend on it (fft:schedule=rate)."""
@@ -34,6 +37,27 @@ class Hook(ABC):
     def set_loss_scale(self, scale: float | None) -> None:
         """Sets the factor that gradients are multiplied by, where there is no GradScaler to ask. None: ask it again."""
         self._loss_scale = limit(scale, "scale")
+
+    def _scale(self) -> float:
+        if self._loss_scale is not None:
+            return self._loss_scale
+        if self._scaler is None or not self._scaler.is_enabled():
+            return 1.0
+        if self._scale_copy is not None:
+            value, event = self._scale_copy
+            event.synchronize()  # it was recorded before the forward pass
+            return float(value)
+        return float(self._scaler.get_scale())
+
+    def _prefetch_scale(self) -> None:
+        """Before a forward pass. On a GPU the scale lies in device memory; reading it in the middle of the backward
+        pass would make the host wait for everything that is enqueued."""
+        scale = getattr(self._scaler, "_scale", None)
+        if isinstance(scale, torch.Tensor) and scale.is_cuda:
+            value, event = self._scale_copy or (torch.empty(1, pin_memory=True), torch.cuda.Event())
+            value.copy_(scale.reshape(1), non_blocking=True)
+            event.record()
+            self._scale_copy = (value, event)
 
     def flat_stats(self, prefix: str = "gradwire") -> dict[str, float]:
         """The numbers of `stats` as one dict of floats, for wandb.log and the like: {"gradwire/ratio": 7.9, ...}. Of
@@ -128,6 +152,12 @@ def limit(value: Any, field: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
         raise UsageError(f"{field} is {value!r}; allowed is a positive number", field=field)
+    return float(value)
+
+
+def fraction(value: Any, field: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise UsageError(f"{field} is {value!r}; allowed is a number above 0, to 1", field=field)
     return float(value)
 
 

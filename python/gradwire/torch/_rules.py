@@ -7,6 +7,7 @@ from typing import Any, Callable, Iterable
 
 from .. import _core
 from .._errors import UsageError
+from ._register import refuse
 
 
 def rules_of(codec: Any, min_elements: int, field: str = "codec") -> str:
@@ -21,6 +22,7 @@ def rules_of(codec: Any, min_elements: int, field: str = "codec") -> str:
             field=field,
         )
     text = str(codec)
+    refuse(text, field)
     name, equals, _ = text.partition("=")
     if equals and ":" not in name:  # in a codec an '=' comes only after its ':'
         return written_out(str(_core.Rules(text)))

@@ -11,7 +11,7 @@ Where Adam's momentum is exchanged (_adam.py) residuals are in units of the upda
 
      "adam": {"taken": 120, "next_pool": 154,              # steps that were applied, and when moments are pooled next
               "counts": {parameter: int64 tensor of 4}},   # steps, updates of s, of q, of s at the last pooling
-     "ranks": {"2": {..., "q": {parameter: tensor}, "s": {parameter: tensor}}}
+     "ranks": {"2": {..., "q": {parameter: tensor}, "s": {parameter: tensor}, "levels": {parameter: tensor}}}
 
 A state holds one rank or all of them. Keys differ between ranks, so a distributed checkpoint to which every rank writes
 holds them all. When the number of ranks changes, residuals are redistributed so that their sum, in units of the mean
@@ -20,6 +20,7 @@ new owners. Every new rank gets the mean of the old ranks' s, and begins with a 
 """
 
 import logging
+import math
 import warnings
 import zlib
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence, TypeVar
@@ -41,7 +42,7 @@ State = dict[str, Any]
 T = TypeVar("T")
 
 
-def _ranks_part(feedback: "_core.ErrorFeedback", dtype: torch.dtype) -> State:
+def ranks_part(feedback: "_core.ErrorFeedback", dtype: torch.dtype) -> State:
     part: State = {"up": {}, "down": {}}
     for direction, name, first, _ in feedback.entries():
         values = torch.from_numpy(feedback.residual(direction, name, first)).to(dtype)
@@ -65,7 +66,7 @@ def save(hook: "DdpHook", gather: str | None) -> State:
     rank = dist.get_rank(hook._group)
     dtype = hook._options["residual"]
     feedback = hook._model.state()
-    ranks = {str(rank): _ranks_part(feedback, dtype)}
+    ranks = {str(rank): ranks_part(feedback, dtype)}
     momentum = hook._momentum
     if momentum is not None:
         ranks[str(rank)] |= _own_moments(momentum)
@@ -88,15 +89,17 @@ def save(hook: "DdpHook", gather: str | None) -> State:
         state["adam"] = {
             "taken": momentum.taken,
             "next_pool": momentum.next_pool,
+            "clip": momentum.limits.clip,
             "counts": {name: torch.tensor(counts) for name, counts in zip(momentum.names, momentum.counts)},
         }
     if gather == "merged":
-        every_feedback = [feedback_of(ranks[str(r)], _name(dtype)) for r in range(hook._world)]
+        every_feedback = [feedback_of(ranks[str(r)], dtype_name(dtype)) for r in range(hook._world)]
         one = _core.ErrorFeedback.redistribute(every_feedback, 1)[0]
-        state["world"], state["ranks"] = 1, {"0": _ranks_part(one, dtype)}
+        state["world"], state["ranks"] = 1, {"0": ranks_part(one, dtype)}
         if momentum is not None:
-            s = _mean_of_ranks(ranks)
-            state["ranks"]["0"] |= {"q": {name: torch.zeros_like(values) for name, values in s.items()}, "s": s}
+            s, levels = _mean_of_ranks(ranks, "s"), _mean_of_ranks(ranks, "levels")
+            q = {name: torch.zeros_like(values) for name, values in s.items()}
+            state["ranks"]["0"] |= {"q": q, "s": s, "levels": levels}
             for counts in state["adam"]["counts"].values():
                 counts[2] = 0
     return state
@@ -105,13 +108,13 @@ def save(hook: "DdpHook", gather: str | None) -> State:
 def _own_moments(momentum: "Momentum") -> State:
     return {
         kind: {name: values.detach().cpu().clone() for name, values in zip(momentum.names, tensors)}
-        for kind, tensors in (("q", momentum.q), ("s", momentum.s))
+        for kind, tensors in (("q", momentum.q), ("s", momentum.s), ("levels", momentum.limits.levels.unbind()))
     }
 
 
-def _mean_of_ranks(ranks: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The mean of all ranks' s, added in the order of the ranks, so that all find the same bits."""
-    parts = [ranks[str(rank)]["s"] for rank in range(len(ranks))]
+def _mean_of_ranks(ranks: Mapping[str, Any], kind: str) -> dict[str, torch.Tensor]:
+    """The mean of something over all ranks, added in the order of the ranks, so that all find the same bits."""
+    parts = [ranks[str(rank)][kind] for rank in range(len(ranks))]
     return {name: torch.stack([part[name].double() for part in parts]).mean(0).float() for name in parts[0]}
 
 
@@ -123,7 +126,7 @@ def bytes_of(values: torch.Tensor) -> bytes:
     return bytes(values.cpu().contiguous().numpy())
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return "f32" if dtype == torch.float32 else "bf16"
 
 
@@ -171,7 +174,11 @@ def _adam_counters(adam: Any) -> State:
                 f"the state is damaged: the counts of parameter '{name}' are not 4 numbers, 0 or more", field=str(name)
             )
         counts[name] = [int(value) for value in values]
+    clip = adam.get("clip")
+    if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not (math.isfinite(clip) and clip >= 0):
+        raise UsageError(f"clip is {clip!r} in the state; allowed is a finite number, 0 or more", field="clip")
     return {
+        "clip": float(clip),
         "taken": _number(adam.get("taken"), "taken", 0),
         "next_pool": _number(adam.get("next_pool"), "next_pool", 0),
         "counts": counts,
@@ -196,7 +203,7 @@ def _residuals(rank: Any, part: Any) -> State:
     """The residuals of one rank. A NaN in a residual would make every later step invalid, on all ranks, so it is
     refused here."""
     # A checkpoint keeps no empty dicts, so either direction may be missing.
-    checked: State = {"up": {}, "down": {}, "q": {}, "s": {}}
+    checked: State = {"up": {}, "down": {}, "q": {}, "s": {}, "levels": {}}
     for direction in checked:
         if not isinstance(part, Mapping) or not isinstance(part.get(direction, {}), Mapping):
             raise UsageError(f"the state is damaged: rank {rank} has no residuals by parameter name", field="ranks")
@@ -207,7 +214,7 @@ def _residuals(rank: Any, part: Any) -> State:
                 raise UsageError(
                     f"the state is damaged: '{name}' is not the name of a {direction} residual", field="ranks"
                 )
-            what = f"{direction} of" if direction in ("q", "s") else f"the {direction} residual of"
+            what = f"{direction} of" if direction in ("q", "s", "levels") else f"the {direction} residual of"
             _tensor(values, f"{what} parameter '{name}' of rank {rank}", name)
             if not values.is_floating_point() or not bool(torch.isfinite(values).all()):
                 raise UsageError(
@@ -217,7 +224,7 @@ def _residuals(rank: Any, part: Any) -> State:
     return checked
 
 
-def _check(part: Mapping[str, Any], expected: "_core.ErrorFeedback") -> None:
+def check_part(part: Mapping[str, Any], expected: "_core.ErrorFeedback") -> None:
     """Every residual that this model has, and no other."""
     wanted = {
         (direction, name if direction == "up" else f"{name}@{first}"): count
@@ -255,9 +262,25 @@ def refusing(prepare: Callable[[], T]) -> Callable[[], T]:
     return checked
 
 
+def redistributed(whole: Mapping[str, Any], rank: int, world: int, dtype: str, how: str) -> State:
+    """What `rank` of `world` ranks gets of a state that was saved by another number of ranks. `how` says what the user
+    must pass if some of them are missing."""
+    then, ranks = whole["world"], whole["ranks"]
+    # Of a number of ranks that was made up, only those that are looked for would be listed.
+    missing = [str(r) for r in range(min(then, len(ranks) + 8)) if str(r) not in ranks]
+    if missing:
+        raise UsageError(
+            f"the state was saved with {then} ranks, and there are {world} now: the states of all ranks are needed, "
+            f"and those of rank {', '.join(missing[:8])} are missing; pass {how}",
+            field="world",
+        )
+    moved = _core.ErrorFeedback.redistribute([feedback_of(ranks[str(r)], dtype) for r in range(then)], world)
+    return ranks_part(moved[rank], torch.float32)
+
+
 def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
     rank, world = dist.get_rank(hook._group), hook._world
-    dtype = _name(hook._options["residual"])
+    dtype = dtype_name(hook._options["residual"])
 
     def prepare() -> tuple[tuple[State, State, "_core.ModelCoder"], list[tuple[str, str]]]:
         whole = merged(state)
@@ -271,24 +294,16 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
                 )
             part = ranks[str(rank)]
         else:
-            # Of a number of ranks that was made up, only those that are looked for would be listed.
-            missing = [str(r) for r in range(min(then, len(ranks) + 8)) if str(r) not in ranks]
-            if missing:
-                raise UsageError(
-                    f"the state was saved with {then} ranks, and there are {world} now: the states of all ranks are "
-                    f"needed, and those of rank {', '.join(missing[:8])} are missing; pass a list of all states, "
-                    "or save with state_dict(gather='all')",
-                    field="world",
-                )
-            moved = _core.ErrorFeedback.redistribute([feedback_of(ranks[str(r)], dtype) for r in range(then)], world)
-            part = _ranks_part(moved[rank], torch.float32)
-            part |= {"q": {}, "s": _mean_of_ranks(ranks) if "adam" in whole else {}}
+            how = "a list of all states, or save with state_dict(gather='all')"
+            part = redistributed(whole, rank, world, dtype, how)
+            part["q"] = {}
+            part |= {kind: _mean_of_ranks(ranks, kind) if "adam" in whole else {} for kind in ("s", "levels")}
         adam = _adam_for(hook, whole, part)
         # Only a codec can say whether what it has learned makes sense. It says so to a coder of its own, so that a
         # state that is refused changes nothing.
         model = hook._fresh_model(adam["taken"])
         current = model.state()
-        _check(part, current)
+        check_part(part, current)
         feedback = feedback_of(part, dtype)
         for name, values in whole["learned"].items():
             if name in current.extra():
@@ -301,7 +316,7 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
         model.restore(feedback)
         learned = {name: zlib.crc32(bytes_of(values)) for name, values in sorted(whole["learned"].items())}
         handshake = {"step": whole["step"], "world": then, "learned": learned, "exempt": whole["exempt"]}
-        handshake |= {name: adam[name] for name in ("taken", "next_pool", "counts")}
+        handshake |= {name: adam[name] for name in ("taken", "next_pool", "clip", "counts")}
         return (whole, adam, model), [(field, str(value)) for field, value in handshake.items()]
 
     whole, adam, model = agreed(hook._group, "load_state_dict", refusing(prepare), hook._timeout)
@@ -325,7 +340,7 @@ def _adam_for(hook: "DdpHook", whole: Mapping[str, Any], part: Mapping[str, Any]
                 "update; give compress the optimizer",
                 field="optimizer",
             )
-        return {"taken": 0, "next_pool": 0, "counts": {}}
+        return {"taken": 0, "next_pool": 0, "clip": 0.0, "counts": {}}
     if "adam" not in whole:
         raise UsageError(
             "the state was saved by a hook that exchanges gradients, and its residuals are in units of the gradient; "
@@ -337,7 +352,8 @@ def _adam_for(hook: "DdpHook", whole: Mapping[str, Any], part: Mapping[str, Any]
     if not q:
         q = {name: torch.zeros_like(values) for name, values in s.items()}
         counts = {name: [steps, updates, 0, pooled] for name, (steps, updates, _, pooled) in counts.items()}
-    for kind, found in (("q", q), ("s", s), ("counts", counts)):
+    levels = part["levels"]
+    for kind, found in (("q", q), ("s", s), ("levels", levels), ("counts", counts)):
         for name in sorted(set(momentum.names) ^ set(found)):
             where = "the state has no" if name in momentum.names else "this model does not have the"
             raise UsageError(f"{where} {kind} of parameter '{name}'", field=name)
@@ -349,7 +365,10 @@ def _adam_for(hook: "DdpHook", whole: Mapping[str, Any], part: Mapping[str, Any]
                     f"{tuple(values.shape)}",
                     field=name,
                 )
-    return adam | {"q": q, "s": s, "counts": counts}
+        if levels[name].numel() != 1:
+            raise UsageError(f"the level of parameter '{name}' in the state is not one number", field=name)
+    levels = {name: one.reshape(()) for name, one in levels.items()}
+    return adam | {"q": q, "s": s, "levels": levels, "counts": counts}
 
 
 def carried(

@@ -11,7 +11,7 @@ as the largest unit needs.
 """
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Iterator, Mapping, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -223,6 +223,9 @@ def default_collective(name: str) -> Any:
     return getattr(_fsdp_collectives, f"Default{name}")()
 
 
+C = TypeVar("C", bound="_Comm")
+
+
 class _Comm:
     """What FSDP calls for one unit."""
 
@@ -245,7 +248,7 @@ class _Comm:
     def codec(channel: Channel, unit: str, count: int) -> "_core.Codec":
         return channel.rules.codec_for(unit, 2, count)
 
-    def remade(self, channel: Channel) -> "_Comm":
+    def remade(self: C, channel: Channel) -> C:
         """The same for another channel, with coders for everything that was sent so far."""
         other = type(self)(self.hook, channel, self.unit)
         for key in self.coders:
@@ -274,7 +277,7 @@ class CompressedReduceScatter(_Comm):
         else:
             with self.channel.on_stream():
                 self._reduce(unit_coder, output_tensor, input_tensor)
-                factor = _factor(op, group.size())
+                factor = factor_of(op, group.size())
                 if factor != 1:
                     output_tensor.mul_(factor)
         self.hook._saw(self.unit, unit_coder, output_tensor)
@@ -333,7 +336,7 @@ class CompressedReduceScatter(_Comm):
         return dropped
 
 
-def _factor(op: Any, world: int) -> float:
+def factor_of(op: Any, world: int) -> float:
     """The factor between the mean and what `op` asks for."""
     if op == dist.ReduceOp.AVG:
         return 1.0

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clipping where Adam's momentum is exchanged. Adam stays stable because a gradient that is far too large is clipped
+before it enters the momentum. The loop of the user clips p.grad, which is the averaged momentum here, and that comes
+too late: a gradient of ten times the limit is only a tenth of the momentum. So every rank clips its own gradient.
+
+The norm of a whole gradient is known only when the backward pass has ended, and by then most of it was sent. So each
+parameter has a limit of its own: the share of the clip that it had in the norms of earlier steps (as in
+src/train/gradient_limits.h).
+
+    n_i       the norm of this rank's gradient of parameter i, without the loss scale
+    level_i   a running mean of n_i over about 20 steps in which n_i is not 0; no n_i counts for more than 3 level_i
+    limit_i   clip * level_i / sqrt(sum of level_j^2)
+"""
+
+from typing import Sequence
+
+import torch
+
+_MEMORY, _SURPRISE = 20, 3.0
+_CLIPPED = 0.999  # a norm that the loop has made smaller than this share of what it was
+
+
+class GradientLimits:
+    """On one rank. All numbers stay on the device of the model; the host waits for none of them."""
+
+    def __init__(self, parameters: int, device: torch.device, clip: float) -> None:
+        self.clip = clip  # 0: not known, so nothing is clipped
+        self._searches = clip == 0
+        self.levels = torch.zeros(parameters, dtype=torch.float64, device=device)
+        self._seen = torch.zeros_like(self.levels)
+        self._places: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def apply(self, which: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Scales gradients down to their limits, in place. What is not finite stays so."""
+        if not self.clip or not which:
+            return
+        key = tuple(which)
+        if key not in self._places:
+            self._places[key] = torch.tensor(key, device=self.levels.device)
+        places = self._places[key]
+        norms = torch.stack(torch._foreach_norm(list(gradients))).double()
+        self._seen.index_copy_(0, places, norms)
+        # A parameter without a level, as in the first step, counts with its norm.
+        mine = self.levels[places]
+        levels = torch.where(mine > 0, mine, norms)
+        whole = torch.linalg.vector_norm(torch.where(self.levels > 0, self.levels, self._seen))
+        factors = (self.clip * levels / (norms * whole + 1e-30)).clamp_max_(1).float()
+        torch._foreach_mul_(list(gradients), list(factors.unbind()))
+
+    def commit(self, taken: int) -> None:
+        """A step was taken, the first one with taken = 1: levels follow what `apply` has seen."""
+        if not self.clip:
+            return
+        following = self.levels + (torch.minimum(self._seen, _SURPRISE * self.levels) - self.levels) / min(
+            taken, _MEMORY
+        )
+        following = torch.where(self.levels > 0, following, self._seen)
+        self.levels.copy_(torch.where(self._seen > 0, following, self.levels))
+        self._seen.zero_()
+
+    def learn(self, before: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], scale: float) -> None:
+        """Finds the clip of the user's loop: the norm of p.grad at the step of the optimizer, if it is smaller than the
+        norms `before` say that were handed to the loop with the loss scale `scale`. A clip has the same norm in every
+        step that it changes; a loop that divides p.grad by something has not."""
+        if not self._searches or not before:
+            return
+        was = float(torch.linalg.vector_norm(torch.stack(list(before)))) / scale
+        now = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients)))))
+        # A factor of a thousand is not a clip but a GradScaler that nobody has told us of.
+        if was / 1024 < now < _CLIPPED * was:
+            self._searches = self.clip == 0 or abs(now - self.clip) < 1e-3 * self.clip
+            self.clip = (self.clip or now) if self._searches else 0.0

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door through which a hook takes the all-reduce between replicas from FSDP2. torch has no public one: the hook of
+`set_all_reduce_hook` runs after torch's own all-reduce where a mesh has a replicate dimension. But FSDP calls
+`dist.all_reduce` with a process group that each of its parameter groups keeps in `mesh_info`, and a process group may
+be written in Python. So a ReplicaGroup stands there in the place of torch's. torch still accumulates, divides, and
+decides when replicas are reduced at all.
+
+    unit         one parameter group of FSDP: what is reduced in one call, as one flat buffer
+    the buffer   the shards of those parameters that have a gradient, in order, each padded to the size of the largest
+                 shard of its parameter
+
+The attributes that are used here are private to torch. `find` refuses a torch in which one of them is missing.
+"""
+
+import copy
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
+
+from .._errors import EngineError, UnsupportedError, UsageError
+from ._hook import DTYPES
+
+if TYPE_CHECKING:
+    from ._replicas import ReplicaHook
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def has_replicas(model: torch.nn.Module) -> bool:
+    """Whether the gradients of the model are reduced between replicas: by `fully_shard` on a mesh with two dimensions,
+    or by `replicate`."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    try:
+        infos = [
+            theirs.mesh_info
+            for module in model.modules()
+            if isinstance(module, fsdp.FSDPModule)
+            for theirs in module._get_fsdp_state()._fsdp_param_groups
+        ]
+        return any(info.replicate_mesh_dim is not None for info in infos)
+    except AttributeError:
+        # A torch that `find` refuses. Placements are public, but tensor parallelism has replicas too.
+        return any(
+            isinstance(parameter, DTensor) and any(isinstance(one, Replicate) for one in parameter.placements)
+            for parameter in model.parameters()
+        )
+
+
+def _door(owner: Any, name: str) -> Any:
+    if not hasattr(owner, name):
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no {type(owner).__name__}.{name}, which compressing between the replicas "
+            "of FSDP2 needs; torch 2.13 has it",
+            field="torch",
+        )
+    return getattr(owner, name)
+
+
+class Parameter:
+    """A parameter of the model, of which this rank has a shard."""
+
+    def __init__(self, name: str, theirs: Any, dtype: torch.dtype) -> None:
+        self.name, self.dtype = name, dtype  # the type that gradients are reduced in
+        self.shape: tuple[int, ...] = tuple(_door(theirs, "_orig_size"))
+        self.shard_shape: tuple[int, ...] = tuple(_door(theirs, "sharded_size"))
+        self.shard_dim = int(_door(_door(theirs, "fsdp_placement"), "dim"))
+        self.padded: int = _door(theirs, "padded_sharded_param_size").numel()
+        self.elements = torch.Size(self.shape).numel()
+        self.count = torch.Size(self.shard_shape).numel()  # of the shard
+
+    def cut(self, whole: torch.Tensor, shards: int) -> list[torch.Tensor]:
+        """The shards of all ranks, as FSDP cuts them."""
+        parts = list(torch.chunk(whole.reshape(self.shape), shards, dim=self.shard_dim))
+        return parts + [parts[0].new_empty(0)] * (shards - len(parts))
+
+
+class Unit:
+    """A parameter group of FSDP, and our process group in it."""
+
+    def __init__(self, index: int, theirs: Any, names: dict[int, str]) -> None:
+        self.index = index
+        self._theirs = weakref.ref(theirs)  # it holds our process group, and that holds the hook and this unit
+        self.group: dist.ProcessGroup = theirs.mesh_info.replicate_process_group
+        if isinstance(self.group, ReplicaGroup):
+            self.group = self.group.theirs
+        policy = _door(theirs, "mp_policy")
+        self.parameters: list[Parameter] = []
+        self.known: dict[int, int] = {}  # id of FSDP's parameter -> its place in `parameters`
+        self.first = 0  # the place of the first one in the hook's list
+        for one in theirs.fsdp_params:
+            sharded = _door(one, "sharded_param")
+            if not sharded.requires_grad:
+                continue
+            info = _door(one, "_module_info")
+            prefix = names.get(id(info.module), "")
+            name = f"{prefix}.{info.param_name}" if prefix else info.param_name
+            dtype = policy.reduce_dtype or policy.param_dtype or sharded.dtype
+            if getattr(one, "is_dtensor", False):
+                raise UnsupportedError(
+                    f"parameter '{name}' is sharded by tensor parallelism too; allowed are meshes of one or two "
+                    "dimensions, replicate and shard",
+                    field="mesh",
+                )
+            if dtype not in DTYPES:
+                raise UnsupportedError(
+                    f"the gradient of parameter '{name}' is reduced as {str(dtype)[6:]}; allowed are float32, float16 "
+                    "and bfloat16",
+                    field="dtype",
+                )
+            self.known[id(one)] = len(self.parameters)
+            self.parameters.append(Parameter(name, one, dtype))
+
+    def install(self, hook: "ReplicaHook") -> None:
+        theirs = self._theirs()
+        if theirs is not None:
+            # Several parameter groups may share one mesh_info; each of ours knows its unit.
+            theirs.mesh_info = copy.copy(theirs.mesh_info)
+            theirs.mesh_info.replicate_process_group = ReplicaGroup(self, hook)
+
+    def uninstall(self) -> None:
+        theirs = self._theirs()
+        if theirs is not None and isinstance(theirs.mesh_info.replicate_process_group, ReplicaGroup):
+            theirs.mesh_info.replicate_process_group = self.group
+
+    def layout(self, flat: torch.Tensor, present: Sequence[Any]) -> tuple[list[int], list[torch.Tensor]]:
+        """The shards in a buffer: their places in the hook's list, and views of them. Empty ones are left out."""
+        where: list[int] = []
+        views: list[torch.Tensor] = []
+        at = 0
+        for theirs in present:
+            if id(theirs) not in self.known:
+                raise UsageError(
+                    "a parameter requires a gradient that did not require one when compress was called; call compress "
+                    "again",
+                    field="parameters",
+                )
+            place = self.known[id(theirs)]
+            parameter = self.parameters[place]
+            if parameter.dtype != flat.dtype:
+                raise UnsupportedError(
+                    f"the gradient of parameter '{parameter.name}' is reduced as {str(flat.dtype)[6:]}; its "
+                    f"mixed-precision policy says {str(parameter.dtype)[6:]}",
+                    field="dtype",
+                )
+            if parameter.count:
+                where.append(self.first + place)
+                views.append(flat[at : at + parameter.count])
+            at += parameter.padded
+        if at != flat.numel():
+            raise UnsupportedError(
+                f"torch {torch.__version__} reduces {flat.numel()} elements for parameters of {at}: its buffers are "
+                "laid out in a way that is not known here",
+                field="torch",
+            )
+        return where, views
+
+    def is_read_early(self, flat: torch.Tensor) -> bool:
+        """Whether torch, or a hook of the user, reads the result of the all-reduce before the backward pass ends. If
+        not, torch only makes views of the buffer."""
+        theirs: Any = self._theirs()
+        return (
+            flat.dtype not in (torch.float32, torch.bfloat16)  # it is divided after the all-reduce
+            or bool(getattr(theirs, "force_sum_reduction_for_comms", True))
+            or getattr(theirs, "_orig_dtype", None) != flat.dtype  # it is converted
+            or getattr(theirs, "_all_reduce_hook", None) is not None
+            or any(
+                one.sharded_param.grad is not None  # it is added to that
+                or one.offload_to_cpu
+                or bool(getattr(one.sharded_param, "_post_accumulate_grad_hooks", None))
+                for one in theirs.fsdp_params
+            )
+        )
+
+
+class _Complete(dist.Work):
+    """What torch waits for after a call that it has nothing to wait for."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class ReplicaGroup(dist.ProcessGroup):
+    """The replicas that share a unit, as FSDP sees them: all it can do is to reduce that unit's gradients."""
+
+    def __init__(self, unit: Unit, hook: "ReplicaHook") -> None:
+        super().__init__(unit.group.rank(), unit.group.size())  # type: ignore[call-arg]
+        self.theirs = unit.group
+        self._unit, self._hook = unit, hook
+
+    def getBackendName(self) -> str:
+        return "gradwire"
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
+        try:
+            work = self._hook._all_reduce(self._unit, tensors[0], options)
+        except Exception as error:
+            # torch would look for this group in its list, to log the error, and raise that it is not there.
+            self._hook._fail_later(error)
+            work = None
+        return _Complete() if work is None else work
+
+
+def parameters_in_buffer() -> Sequence[Any]:
+    """FSDP leaves parameters without a gradient out of its buffer, and only the function that has made the buffer knows
+    which. It is one of our callers."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "foreach_reduce":
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or "fsdp_params" not in frame.f_locals:
+        raise UnsupportedError(
+            f"torch {torch.__version__} does not reduce gradients in foreach_reduce(fsdp_params, ...), which "
+            "compressing between the replicas of FSDP2 needs; torch 2.13 does",
+            field="torch",
+        )
+    return frame.f_locals["fsdp_params"]  # type: ignore[no-any-return]
+
+
+class Replicas:
+    """What `find` finds: the units that are reduced between replicas, and the mesh."""
+
+    def __init__(self, units: list[Unit], first: Any) -> None:
+        self.units = units
+        self.group = units[0].group
+        self.shard_group: dist.ProcessGroup | None = getattr(first.mesh_info, "shard_process_group", None)
+        self.replicas, self.replica = self.group.size(), self.group.rank()
+        self.shards = self.shard_group.size() if self.shard_group is not None else 1
+        self.shard = self.shard_group.rank() if self.shard_group is not None else 0
+        self.members: list[int] = sorted(first.mesh_info.mesh.mesh.flatten().tolist())
+        self.device: torch.device = _door(first, "device")
+        place = 0
+        for unit in units:
+            unit.first = place
+            place += len(unit.parameters)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        return [self.group] + ([self.shard_group] if self.shard_group is not None else [])
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        return [parameter for unit in self.units for parameter in unit.parameters]
+
+
+def find(model: torch.nn.Module) -> Replicas:
+    names = {id(module): _without_wrappers(name) for name, module in model.named_modules()}
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            state = _door(module, "_get_fsdp_state")()
+            for theirs in _door(state, "_fsdp_param_groups"):
+                found[id(theirs)] = theirs  # several modules may share a state
+    units: list[Unit] = []
+    replicated: list[Any] = []
+    for theirs in found.values():
+        info = _door(theirs, "mesh_info")
+        _door(theirs, "fsdp_params")
+        if getattr(info, "replicate_mesh_dim", None) is None:
+            continue  # not replicated: left to torch
+        mesh = _door(info, "mesh")
+        if mesh.ndim > 2:
+            raise UnsupportedError(
+                f"the model's mesh has {mesh.ndim} dimensions; allowed are meshes of one or two dimensions, replicate "
+                "and shard",
+                field="mesh",
+            )
+        _door(info, "replicate_process_group")
+        units.append(Unit(len(units), theirs, names))
+        replicated.append(theirs)
+        shards = [getattr(one.mesh_info, "shard_process_group", None) for one in replicated]
+        if units[-1].group is not units[0].group or shards[-1] is not shards[0]:
+            raise UnsupportedError(
+                "parts of the model are replicated over different meshes; compress each part by itself", field="mesh"
+            )
+    if not units:
+        raise EngineError("the model has replicated parameters, and no parameter group of FSDP has them", field="model")
+    return Replicas(units, replicated[0])
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
