@@ -27,20 +27,15 @@ program, which is asked for the machine's name only.
 """
 
 import argparse
-import json
-import os
-import selectors
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 from netns import Network, refuse_without_means
 from rows import BENCH, Rows, load_note
+from turns import Ranks, Turns, burst_of, variant_of
 
 WORLD = 4
 RIVALS = [
@@ -51,136 +46,7 @@ RIVALS = [
 ]
 
 
-def variant_of(text):
-    """'CODEC key=value ...' as a variant. Values are parsed as JSON where they can be; otherwise they are strings."""
-    codec, *rest = text.split()
-    options = {}
-    for word in rest:
-        key, _, value = word.partition("=")
-        try:
-            options[key] = json.loads(value)
-        except json.JSONDecodeError:
-            options[key] = value
-    return {"name": text, "kind": "gradwire", "codec": codec, "options": options}
-
-
-class Ranks:
-    """The four processes; `ask` gives all of them an order and waits for every answer."""
-
-    def __init__(self, prefix, interface, first, options):
-        self.folder = tempfile.TemporaryDirectory(prefix="gradwire-ddp-")
-        environment = dict(os.environ, GLOO_SOCKET_IFNAME=interface, OMP_NUM_THREADS="1")
-        self.processes = []
-        for rank in range(WORLD):
-            command = [
-                *prefix(rank),
-                sys.executable,
-                str(BENCH / "ddp_worker.py"),
-                "--rank",
-                str(rank),
-                "--world",
-                str(WORLD),
-                "--store",
-                f"{self.folder.name}/store",
-                "--first",
-                first,
-                "--compute-ms",
-                str(options.compute_ms),
-                "--compute-kind",
-                options.compute_kind,
-                "--timeout",
-                str(options.timeout),
-            ]
-            # A session of their own: Ctrl-C reaches this script, which ends them.
-            self.processes.append(
-                subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    start_new_session=True,
-                )
-            )
-        self.timeout = options.timeout
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait(30)
-            process.stdin.close()
-            process.stdout.close()
-        self.folder.cleanup()
-
-    def ask(self, order, patience=None):
-        line = json.dumps(order) + "\n"
-        for process in self.processes:
-            process.stdin.write(line)
-            process.stdin.flush()
-        answers, ends = {}, time.monotonic() + (patience or self.timeout + 30)
-        with selectors.DefaultSelector() as waiting:
-            for rank, process in enumerate(self.processes):
-                waiting.register(process.stdout, selectors.EVENT_READ, rank)
-            while len(answers) < WORLD:
-                events = waiting.select(max(0.0, ends - time.monotonic()))
-                if not events:
-                    raise SystemExit(
-                        f"ddp.py: ranks {sorted(set(range(WORLD)) - set(answers))} gave no answer to {line.strip()}"
-                    )
-                for key, _ in events:
-                    text = key.fileobj.readline()
-                    if not text:
-                        raise SystemExit(
-                            f"ddp.py: rank {key.data} ended with {self.processes[key.data].wait(10)} at {line.strip()}"
-                        )
-                    answers[key.data] = json.loads(text)
-                    if "error" in answers[key.data]:
-                        raise SystemExit(f"ddp.py: {answers[key.data]['error']}")
-                    waiting.unregister(key.fileobj)
-        return [answers[rank] for rank in range(WORLD)]
-
-
 # Links.
-
-
-class Turns:
-    """Blocks of steps of all variants, in turns: seconds[name][round], and the last answer of rank 0."""
-
-    def __init__(self):
-        self.seconds, self.sent, self.last = {}, {}, {}
-
-    def take(self, ranks, names, compute, options):
-        began, round_ = time.monotonic(), 0
-        while round_ < options.rounds and (round_ < 5 or time.monotonic() - began < options.seconds):
-            for name in names:
-                known = self.seconds.get(name, {})
-                if known and round_ % 3 and min(known.values()) > options.patience:
-                    continue
-                slow = known and min(known.values()) > options.patience / 2
-                answers = ranks.ask({"block": name, "steps": 1 if slow else options.steps, "compute": compute})
-                self.seconds.setdefault(name, {})[round_] = max(answer["step_s"] for answer in answers)
-                self.sent.setdefault(name, []).append(statistics.mean(answer["sent"] for answer in answers))
-                self.last[name] = answers[0]
-            round_ += 1
-        self.rounds = round_
-        return self
-
-    def median(self, name):
-        return statistics.median(self.seconds[name].values())
-
-    def ratio(self, name, other):
-        """Median over the blocks of `name` of its time over that of the neighbouring block of `other`."""
-        mine, theirs = self.seconds[name], self.seconds[other]
-        rounds = mine if len(mine) <= len(theirs) else theirs
-        near = lambda found, round_: found[min(found, key=lambda one: (abs(one - round_), -one))]
-        return statistics.median(near(mine, round_) / near(theirs, round_) for round_ in rounds)
-
-    def bits(self, name):
-        return self.last[name].get("bits")
 
 
 def made_by(command, name, codecs):
@@ -292,18 +158,15 @@ def plain_rate(ranks, rate):
     return ranks.ask({"plain": size})[0]["rate"]
 
 
-def burst_of(rate):
-    """A millisecond's worth: less is not reached because timers are late, more would let small messages pass
-    unshaped."""
-    return "128kb" if rate.endswith("gbit") else "32kb"
-
-
 def links(options):
     refuse_without_means("ddp.py")
     rows = Rows()
     codecs = [variant_of(text) for text in options.codec]
     names = [variant["name"] for variant in RIVALS + codecs]
-    with Network(WORLD) as network, Ranks(network.where, "eth0", network.address(0), options) as ranks:
+    with (
+        Network(WORLD) as network,
+        Ranks("ddp_worker.py", WORLD, network.where, "eth0", network.address(0), options) as ranks,
+    ):
         made = ranks.ask({"make": RIVALS + codecs}, options.timeout + 60)[0]
         print(f"{made['parameters']} parameters, {WORLD} ranks; {load_note()}", file=sys.stderr)
         for rate in options.rates:
@@ -339,7 +202,7 @@ def loss(options):
         if variant["kind"] == "gradwire":
             variant["options"].setdefault("warmup", start)  # as many uncompressed steps as PowerSGD gets
     results = {variant["name"]: [] for variant in variants}
-    with Ranks(lambda rank: [], "lo", "127.0.0.1", options) as ranks:
+    with Ranks("ddp_worker.py", WORLD, lambda rank: [], "lo", "127.0.0.1", options) as ranks:
         for seed in options.seeds:
             for variant in variants:
                 answers = ranks.ask(

@@ -303,8 +303,8 @@ def train(order, rank, world):
     }
 
 
-def main():
-    parser = argparse.ArgumentParser(description="One rank of bench/ddp.py, which starts it.")
+def main(kind=Rank):
+    parser = argparse.ArgumentParser(description="One rank of bench/ddp.py or bench/hsdp.py, which start it.")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--store", required=True, help="a file for the rendezvous")
@@ -323,7 +323,7 @@ def main():
         world_size=options.world,
         timeout=datetime.timedelta(seconds=options.timeout),
     )
-    rank = Rank(options)
+    rank = kind(options)
     for line in sys.stdin:
         order = json.loads(line)
         try:

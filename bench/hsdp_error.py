@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `error` of bench/hsdp.py: what 4 bits leave of the mean gradient of a small GPT, in one step.
+
+    qgz          ZeRO++: every rank sends 4 bits within its box; the sums of the boxes are sent in 4 bits between them.
+                 DeepSpeed's rule: groups of numel / max(rows, columns, ranks) elements, each with the scale 2 max / 16
+    a codec      gradients are summed exactly within a box, and sent compressed between boxes. `error_of_qgz`: as the
+                 owners of shards see the mean, which is all that qgz computes. `both_ways_of_qgz`: as all boxes see it,
+                 after the mean was sent back compressed
+"""
+
+import math
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rows import Rows
+
+SHARDS = 2
+LENGTH = 64
+
+
+def four_bits(values, group):
+    rows = values.reshape(-1, group)
+    step = (2 * rows.abs().amax(1, keepdim=True) / 16).clamp_min(1e-30)
+    return ((rows / step).round().clamp(-8, 7) * step).reshape(values.shape)
+
+
+def group_of(values, ranks):
+    groups = math.gcd(values.numel(), max(*values.shape, ranks))
+    return values.numel() // groups
+
+
+def qgz(gradients, boxes):
+    """gradients[rank]: one parameter. The mean as every owner has it."""
+    group = group_of(gradients[0], len(gradients))
+    sums = [sum(four_bits(gradients[SHARDS * box + i], group) for i in range(SHARDS)) for box in range(boxes)]
+    return sum(four_bits(one, group) for one in sums) / len(gradients)
+
+
+class Replicas:
+    """The exchange of a codec between boxes, in one process. With "gather" there is no way back: the result is what
+    owners have with "scatter", before they send it."""
+
+    def __init__(self, codec, shapes, boxes, method):
+        from gradwire import _core
+
+        tensors = [(name, math.prod(shape), "f32", len(shape)) for name, shape in shapes.items()]
+        self.models = [
+            _core.ModelCoder(tensors, up=f"*={codec}", method=method, rank=box, world=boxes) for box in range(boxes)
+        ]
+        self.coders = [_core.BucketCoder(model, list(range(len(tensors))), _core.Device()) for model in self.models]
+        self.step = 0
+
+    def mean(self, means):
+        """means[box][parameter]: the mean of each parameter over the boxes."""
+        sent = []
+        for model, coder, box in zip(self.models, self.coders, means):
+            model.begin(self.step)
+            coder.begin()
+            buffer = torch.empty(sum(coder.up_send), dtype=torch.uint8)
+            coder.encode_up([one.data_ptr() for one in box], buffer.data_ptr(), buffer.numel())
+            sent.append(buffer.split(coder.up_send))
+        results = [[torch.empty_like(one) for one in box] for box in means]
+        places = [[one.data_ptr() for one in result] for result in results]
+        down = []
+        for box, coder in enumerate(self.coders):
+            received = torch.cat([one[box] for one in sent])
+            coder.decode_up(received.data_ptr(), received.numel(), [] if coder.down_recv else places[box])
+            if coder.down_recv:
+                down.append(torch.empty(coder.down_recv[box], dtype=torch.uint8))
+                coder.encode_down(down[-1].data_ptr(), down[-1].numel())
+        for box, coder in enumerate(self.coders) if down else ():
+            every = torch.cat(down)
+            coder.decode_down(every.data_ptr(), every.numel(), places[box])
+        for model in self.models:
+            model.end()
+        stats = [model.stats() for model in self.models]
+        for model in self.models if stats[0] is not None else ():
+            model.learn(b"".join(stats))
+        self.step += 1
+        return results[0]
+
+
+def gpt(seed):
+    """A model that was trained for a moment, and a function that gives the gradients of a batch."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+    from ddp_gpt import GPT
+
+    torch.manual_seed(seed)
+    model = GPT(2, 128, 4, LENGTH)
+    text = b"".join(path.read_bytes() for path in sorted((Path(__file__).parent.parent / "docs").glob("*.md")))
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    draw = torch.Generator().manual_seed(seed)
+
+    def gradients(sequences=4):
+        starts = torch.randint(len(data) - LENGTH - 1, (sequences,), generator=draw).tolist()
+        x = torch.stack([data[start : start + LENGTH] for start in starts])
+        y = torch.stack([data[start + 1 : start + LENGTH + 1] for start in starts])
+        model.zero_grad()
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.dim() == 2}
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(30):
+        gradients()
+        optimizer.step()
+    return gradients
+
+
+def relative(found, exact):
+    lost = sum((found[name].double() - exact[name].double()).square().sum() for name in exact)
+    return float(lost / sum(one.double().square().sum() for one in exact.values()))
+
+
+def measure(seed, boxes, codecs):
+    """{(method, "qgz" or codec): squared relative error}"""
+    gradients = gpt(seed)
+    shapes = {name: tuple(one.shape) for name, one in gradients().items()}
+    coded = {
+        (method, codec): Replicas(codec, shapes, boxes, method) for codec in codecs for method in ("gather", "scatter")
+    }
+    errors = {}
+    for _ in range(4):  # codecs learn from the steps before
+        ranks = [gradients() for _ in range(SHARDS * boxes)]
+        exact = {name: sum(one[name].double() for one in ranks) / len(ranks) for name in shapes}
+        means = [
+            [(ranks[SHARDS * box][name] + ranks[SHARDS * box + 1][name]) / SHARDS for name in shapes]
+            for box in range(boxes)
+        ]
+        for key, replicas in coded.items():
+            errors[key] = relative(dict(zip(shapes, replicas.mean(means))), exact)
+        errors["gather", "qgz"] = relative({name: qgz([one[name] for one in ranks], boxes) for name in shapes}, exact)
+    return errors
+
+
+def main(options):
+    torch.set_num_threads(1)
+    rows = Rows()
+    codecs = options.codec or ["optquant:bits=4", "optquant:bits=4,bucket=128,mode=biased", "qsgd:bits=4"]
+    found = [measure(seed, options.boxes, codecs) for seed in options.seeds]
+    seeds = ", ".join(map(str, options.seeds))
+    note = f"of the mean gradient of a small GPT, {options.boxes} boxes of {SHARDS}; mean over seeds {seeds}"
+    command = f"python3 bench/hsdp.py error --boxes {options.boxes}"
+    for name in ["qgz", *codecs]:
+        of = f"{command} [{name}]" if name == "qgz" else f"{command} --codec {name}"
+        rows.add(of, "squared_error", sum(one["gather", name] for one in found) / len(found), "1", note=note)
+        if name == "qgz":
+            continue
+        for method, metric in (("gather", "error_of_qgz"), ("scatter", "both_ways_of_qgz")):
+            ratio = sum(one[method, name] / one["gather", "qgz"] for one in found) / len(found)
+            rows.add(of, metric, ratio, "1", "<= 0.5", "squared error over that of ZeRO++'s 4 bits")
+    rows.append(options.dry_run)
