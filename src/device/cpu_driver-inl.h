@@ -23,13 +23,20 @@ struct Driver {
 
   // --- one block -----------------------------------------------------------------------------------------------
 
-  static GW_BODY U random(U counter, U key1) {  // random_word() of core/random.h, the counter already keyed
+  // What the random bits of a block come from: block_key() and rank_mask() of core/random.h.
+  struct Draw {
+    uint64_t key;
+    uint32_t mask;
+  };
+
+  // random_word(), the counter already keyed, with the rank's mask.
+  static GW_BODY U random(U counter, U key1, U mask) {
     U x = counter;
     x = L::xor_u(x, L::template shr<16>(x));
     x = L::add_u(L::mul_u(x, L::set_u(0x7feb352du)), key1);
     x = L::xor_u(x, L::template shr<15>(x));
     x = L::mul_u(x, L::set_u(0x846ca68bu));
-    return L::xor_u(x, L::template shr<16>(x));
+    return L::xor_u(L::xor_u(x, L::template shr<16>(x)), mask);
   }
 
   // What the rows of one group of lanes share.
@@ -42,7 +49,7 @@ struct Driver {
     uint32_t lane;
     bool nearest;
     uint32_t row;
-    U counter, key1, rnd, word;
+    U counter, key1, mask, rnd, word;
   };
 
   // After so many rows (an even number) the codes of a lane end at the end of a word: the part that is unrolled.
@@ -62,7 +69,7 @@ struct Driver {
     U rnd = r.word;  // any value: bodies without chance ignore it
     if constexpr (B::kRandom) {
       if constexpr (kRow % 2 == 0) {
-        if (!r.nearest) r.rnd = random(r.counter, r.key1);
+        if (!r.nearest) r.rnd = random(r.counter, r.key1, r.mask);
         r.counter = L::add_u(r.counter, L::set_u(32 * kWeyl));
         rnd = L::and_u(r.rnd, L::set_u(0xffffu));
       } else {
@@ -87,24 +94,25 @@ struct Driver {
   }
 
   template <class B, bool kOne, bool kFeedback>
-  static void encode_full(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key,
+  static void encode_full(const float* x, float* residual, const UnitParams* params, float unscale, Draw draw,
                           const Scheme& scheme, uint32_t* codes, uint32_t* words) {
     if constexpr (B::kCodeBits == 0) {
-      make_codes<B, kOne, kFeedback>(x, residual, params, unscale, key, scheme.nearest, kLane, codes);
+      make_codes<B, kOne, kFeedback>(x, residual, params, unscale, draw, scheme.nearest, kLane, codes);
       Packing<L>::pack_block(scheme.bits, codes, words);
     } else {
-      encode_fused<B, kOne, kFeedback>(x, residual, params, unscale, key, scheme.nearest, words);
+      encode_fused<B, kOne, kFeedback>(x, residual, params, unscale, draw, scheme.nearest, words);
     }
   }
 
   // Packed as they are made, without a store in between.
   template <class B, bool kOne, bool kFeedback>
-  static void encode_fused(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key,
+  static void encode_fused(const float* x, float* residual, const UnitParams* params, float unscale, Draw draw,
                            bool nearest, uint32_t* words) {
     for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
-      Rows r{x, residual, params, unscale, words, lane, nearest, 0, {}, {}, {}, {}};
-      r.counter = L::add_u(L::mul_u(L::iota(lane), L::set_u(kWeyl)), L::set_u(static_cast<uint32_t>(key)));
-      r.key1 = L::set_u(static_cast<uint32_t>(key >> 32));
+      Rows r{x, residual, params, unscale, words, lane, nearest, 0, {}, {}, {}, {}, {}};
+      r.counter = L::add_u(L::mul_u(L::iota(lane), L::set_u(kWeyl)), L::set_u(static_cast<uint32_t>(draw.key)));
+      r.key1 = L::set_u(static_cast<uint32_t>(draw.key >> 32));
+      r.mask = L::set_u(draw.mask);
       r.rnd = L::set_u(0x80008000u);
       r.word = L::set_u(0);
       for (; r.row < 32; r.row += kPeriod<B>) {
@@ -116,14 +124,15 @@ struct Driver {
 
   // The codes of the first rows of a block, one a word.
   template <class B, bool kOne, bool kFeedback>
-  static void make_codes(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key,
+  static void make_codes(const float* x, float* residual, const UnitParams* params, float unscale, Draw draw,
                          bool nearest, uint32_t rows, uint32_t* codes) {
-    const U key0 = L::set_u(static_cast<uint32_t>(key)), key1 = L::set_u(static_cast<uint32_t>(key >> 32));
+    const U key0 = L::set_u(static_cast<uint32_t>(draw.key)), key1 = L::set_u(static_cast<uint32_t>(draw.key >> 32)),
+            mask = L::set_u(draw.mask);
     for (uint32_t row = 0; row < rows; row += 2)
       for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
         U rnd = L::set_u(0x80008000u);
         if (B::kRandom && !nearest)
-          rnd = random(L::add_u(L::mul_u(L::iota(row / 2 * 32 + lane), L::set_u(kWeyl)), key0), key1);
+          rnd = random(L::add_u(L::mul_u(L::iota(row / 2 * 32 + lane), L::set_u(kWeyl)), key0), key1, mask);
         for (uint32_t r = row; r < row + 2 && r < rows; ++r, rnd = L::template shr<16>(rnd)) {
           const UnitParams& p = params[kOne ? 0 : r];
           const F value = L::load(x + r * 32 + lane);
@@ -137,13 +146,13 @@ struct Driver {
 
   // The last, partial block: codes first, then packed one after another from bit 0 on.
   template <class B>
-  static void encode_tail(const float* x, float* residual, const UnitParams* params, float unscale, uint64_t key,
+  static void encode_tail(const float* x, float* residual, const UnitParams* params, float unscale, Draw draw,
                           bool nearest, uint64_t n, int bits, uint32_t* codes, uint32_t* words) {
     const uint32_t rows = static_cast<uint32_t>(div_up(n, kLane));
     if (residual)
-      make_codes<B, false, true>(x, residual, params, unscale, key, nearest, rows, codes);
+      make_codes<B, false, true>(x, residual, params, unscale, draw, nearest, rows, codes);
     else
-      make_codes<B, false, false>(x, residual, params, unscale, key, nearest, rows, codes);
+      make_codes<B, false, false>(x, residual, params, unscale, draw, nearest, rows, codes);
     Packing<L>::pack_tail(codes, n, bits, words);
   }
 
@@ -289,7 +298,8 @@ struct Driver {
     if (whole)
       for (UnitParams& p : params) p = *whole;
     for (uint64_t block = s.begin; block < s.end; ++block) {
-      const uint64_t n = s.elements_of(block), key = block_key(s.key, s.first_block + block);
+      const uint64_t n = s.elements_of(block);
+      const Draw draw{block_key(s.key, s.first_block + block), s.mask};
       const float* x = Access::load(s, block, scratch.x);
       bool marked = whole && float_bits(whole->a) == kMarker;
       const bool one = whole ? whole->pre == 1.0f : block_params<B>(s, block, x, params, marked, check);
@@ -302,18 +312,18 @@ struct Driver {
       uint32_t* words = s.region + block * kLane * bits;
       if (n == kBlock) {
         if (residual && one)
-          encode_full<B, true, true>(x, residual, params, unscale, key, scheme, scratch.codes, words);
+          encode_full<B, true, true>(x, residual, params, unscale, draw, scheme, scratch.codes, words);
         else if (residual)
-          encode_full<B, false, true>(x, residual, params, unscale, key, scheme, scratch.codes, words);
+          encode_full<B, false, true>(x, residual, params, unscale, draw, scheme, scratch.codes, words);
         else if (one)
-          encode_full<B, true, false>(x, nullptr, params, unscale, key, scheme, scratch.codes, words);
+          encode_full<B, true, false>(x, nullptr, params, unscale, draw, scheme, scratch.codes, words);
         else
-          encode_full<B, false, false>(x, nullptr, params, unscale, key, scheme, scratch.codes, words);
+          encode_full<B, false, false>(x, nullptr, params, unscale, draw, scheme, scratch.codes, words);
         sum_rows(words, bits, s.region_index / kLane + block * bits, check);
       } else {
         if (one)
           for (UnitParams& p : params) p = params[0];
-        encode_tail<B>(x, residual, params, unscale, key, scheme.nearest, n, bits, scratch.codes, words);
+        encode_tail<B>(x, residual, params, unscale, draw, scheme.nearest, n, bits, scratch.codes, words);
         for (uint64_t i = 0; i < tail_words(scheme, s.count); ++i)
           check.add_word(words[i], s.region_index + full_words(scheme, s.count) + i);
       }

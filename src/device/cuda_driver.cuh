@@ -49,7 +49,7 @@ __device__ __forceinline__ void encode_rows(const CudaJob& job, const BlockPlace
     uint32_t r16 = 0;
     if constexpr (B::kRandom) {
       if (row % 2 == 0) {
-        if (!nearest) rnd = random_mix(counter, key1);
+        if (!nearest) rnd = random_mix(counter, key1) ^ job.mask;
         counter += 32 * kWeyl;
         r16 = rnd & 0xffffu;
       } else {
@@ -90,7 +90,8 @@ __device__ void encode_tail_row(const CudaJob& job, const CudaPiece& piece, uint
   if (job.scheme.scale_words != 0 && float_bits(p.a) == kMarker) value = 0;
   uint32_t r16 = 0x8000u;
   if (B::kRandom && !job.scheme.nearest) {
-    const uint32_t h = random_word(block_key(job.keys[piece.tensor], piece.first_block + block), row / 2 * 32 + lane);
+    const uint64_t key = block_key(job.keys[piece.tensor], piece.first_block + block);
+    const uint32_t h = random_word(key, row / 2 * 32 + lane) ^ job.mask;
     r16 = row % 2 ? h >> 16 : h & 0xffffu;
   }
   uint32_t code = B::template encode<ScalarLane, true>(value, p, r16);

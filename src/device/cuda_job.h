@@ -76,6 +76,7 @@ struct CudaJob {
   // Of the residual that is added, its decay included, and of the new one.
   float loss_scale = 1, unscale = 1;
   const uint64_t* keys = nullptr;  // tensor_key() of every tensor for this call
+  uint32_t mask = 0;               // rank_mask()
   uint32_t* body = nullptr;
   unsigned long long* check = nullptr;  // the body's sum, under way
   uint32_t* status = nullptr;

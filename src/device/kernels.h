@@ -32,6 +32,7 @@ struct Span {
   float loss_scale = 1.0f, unscale = 1.0f;  // of the residual that is added, its decay included; of the new one
 
   uint64_t key = 0;            // tensor_key()
+  uint32_t mask = 0;           // rank_mask()
   uint64_t first_block = 0;    // of the piece in its tensor
   uint32_t* region = nullptr;  // the piece's words in the body (read only when decoding)
   uint64_t region_index = 0;   // of the first of them in the body

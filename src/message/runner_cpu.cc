@@ -95,6 +95,7 @@ class CpuRunner final : public Runner {
       Span s = span(task, body);
       s.in = tensors[task.tensor];
       s.key = tensor_key(call, region.name_hash);
+      s.mask = rank_mask(stamp.rank);
       set_feedback(s, residuals, task.tensor);
       s.stream = t.count * sizeof(float) >= kStreamBytes;
       return s;

@@ -230,6 +230,7 @@ class CudaRunner final : public Runner {
         job.unscale = 1.0f / residuals->loss_scale;
       }
       job.keys = keys_;
+      job.mask = rank_mask(stamp.rank);
       if (g.units)
         g.units->encode(job, stream_);
       else

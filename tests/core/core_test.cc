@@ -74,12 +74,12 @@ TEST(Checksum, AnyChangedWordChangesItAndOrderDoesNotMatter) {
   EXPECT_NE(seal(sum, 1000), seal(sum, 1001));
 }
 
-TEST(Random, KeysOfBlocksRanksAndStepsDiffer) {
+TEST(Random, KeysOfBlocksStagesAndStepsDiffer) {
   std::set<uint64_t> keys;
   for (uint64_t step = 0; step < 10; ++step)
-    for (uint32_t rank = 0; rank < 10; ++rank)
+    for (uint32_t stage = 0; stage < 10; ++stage)
       for (uint64_t block = 0; block < 10; ++block)
-        keys.insert(block_key(tensor_key(call_key(1, step, 0, rank), 7), block));
+        keys.insert(block_key(tensor_key(call_key(1, step, stage, 3), 7), block));
   EXPECT_EQ(keys.size(), 1000u);
 }
 
