@@ -24,7 +24,7 @@ import torch
 import gradwire
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from rows import Rows, load_note  # noqa: E402
+from rows import Rows  # noqa: E402
 
 CODECS = ["qsgd:bits=2", "qsgd:bits=3", "qsgd:bits=4", "qsgd:bits=8", "optquant:bits=2", "optquant:bits=3", "optquant:bits=4"]
 WORLDS = [2, 3, 4, 8]
@@ -138,7 +138,7 @@ def main():
         each = ", ".join(f"step {step}: {ratio:.3f}" for step, ratio in zip(sorted(options.steps), ratios))
         rows.add(f"python3 bench/rounding.py --steps {' '.join(map(str, options.steps))}",
                  f"error_of_mean_{spec}_{world}_ranks", max(ratios), "1", "<= 1.0",
-                 f"over independent rounding, the largest of the steps; {each}; {load_note()}")
+                 f"over independent rounding, the largest of the steps; {each}")
     rows.append(options.dry)
 
 

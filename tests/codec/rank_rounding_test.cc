@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks share one random draw per element, each with a mask of its own (core/random.h), so that their errors partly cancel
-// in the mean. The rival in every test is independent rounding: the same ranks with a seed each.
+// Ranks share one random draw per element, each with a mask of its own (core/random.h), so that their errors partly
+// cancel in the mean. The rival in every test is independent rounding: the same ranks with a seed each.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -122,8 +122,8 @@ TEST(RankRounding, EveryRankByItselfIsUnbiased) {
         }
       }
       // Without bias, and with independent steps, the square of an element's sum is on average the sum of its squares.
-      // Over 8192 elements the ratio has a standard error of sqrt(2 / 8192) = 0.016, or a little more where few elements
-      // have most of the variance.
+      // Over 8192 elements the ratio has a standard error of sqrt(2 / 8192) = 0.016, or a little more where few
+      // elements have most of the variance.
       double of_sums = 0;
       for (double e : sum) of_sums += e * e;
       EXPECT_NEAR(of_sums / squares, 1, 0.1) << spec << ", rank " << rank;
