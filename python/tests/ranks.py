@@ -110,6 +110,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory()
         self._crashes = [Path(self._folder.name) / f"rank-{rank}" for rank in range(processes)]
         self._last = ""
+        self.meshes: set[tuple[int, ...]] = set()  # the shapes of those that tests have made on these ranks
         self.pipes: list[Connection] = []
         self.processes = []
         for rank, crash in enumerate(self._crashes):

@@ -23,29 +23,31 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-SHAPES = [(2, 2), (2, 3), (3, 2), (1, 2), (2, 1), (4,), (2,), (1, 2, 2)]
 _MESHES = {}
 _HELD = []
 
 
-def make_meshes(rank):
-    """All ranks make all of them, in one order, because making a process group involves all. A transport between
-    replicas is kept for the hooks of all tests."""
-    for shape in SHAPES:
-        names = ("replicate", "shard", "more")[: len(shape)]
-        ranks = torch.arange(torch.Size(shape).numel()).view(shape)
-        mesh = _MESHES[shape] = DeviceMesh("cpu", ranks, mesh_dim_names=names)
-        if mesh.get_coordinate() is not None:
-            _HELD.append(Transport.acquire(mesh.get_group(0), torch.device("cpu"), None))
+def make_mesh(rank, shape):
+    """On all ranks, because making a process group involves all. A transport between replicas is kept for the hooks of
+    all tests."""
+    names = ("replicate", "shard", "more")[: len(shape)]
+    ranks = torch.arange(torch.Size(shape).numel()).view(shape)
+    mesh = _MESHES[shape] = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+    if mesh.get_coordinate() is not None:
+        _HELD.append(Transport.acquire(mesh.get_group(0), torch.device("cpu"), None))
 
 
 @pytest.fixture(scope="module")
 def meshes(ranks):
-    ranks.run(6, make_meshes)
     return ranks
 
 
 def run(ranks, shape, function, *arguments):
+    """Makes a mesh once, when it is first needed: every process group of Gloo has threads that wake up a hundred times
+    a second."""
+    if shape not in ranks.meshes:
+        ranks.run(6, make_mesh, shape)
+        ranks.meshes.add(shape)
     return ranks.run(torch.Size(shape).numel(), function, shape, *arguments)
 
 
