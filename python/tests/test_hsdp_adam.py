@@ -30,9 +30,9 @@ def loss_of(model, rank, step):
     return (model(x).float() - y).square().mean()
 
 
-def adam(rank, shape, codec="topk:ratio=0.05", kind="AdamW", model=None, settings=None, wrap=None, **options):
-    model = made(rank, shape, model, **(wrap or {}))
-    optimizer = getattr(torch.optim, kind)(model.parameters(), **({"lr": 2e-3, "weight_decay": 0.02} | (settings or {})))
+def adam(rank, shape, codec="topk:ratio=0.05", kind="AdamW", **options):
+    model = made(rank, shape)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=2e-3, weight_decay=0.02)
     hook = gw.compress(model, codec, optimizer=optimizer, **{"warmup": 3, "min_elements": 64, **options})
     return model, optimizer, hook
 
@@ -266,7 +266,7 @@ def clips(rank, shape, loop, told):
 
 
 def test_the_clip_is_found_over_all_shards(meshes):
-    """The first gradient is smaller than the clip, so it is found in the second step."""
+    """The first gradient is smaller than the clip, so a later step shows it."""
     for loop, told, expected in ((0.7, None, 0.7), (None, None, 0.0), (None, 0.5, 0.5)):
         answers = run(meshes, (2, 3), clips, loop, told)
         assert [clip for clip, _ in answers] == [pytest.approx(expected, rel=1e-4)] * 6
@@ -432,7 +432,7 @@ def refused(rank, shape, how):
     return said(lambda: gw.compress(model, codec, optimizer=optimizer))
 
 
-ONE_DIMENSION = "optimizer is an option for DDP and HSDP models; this model uses FSDP2, whose reduce-scatter is about whole"
+ONE_DIMENSION = "optimizer is an option for DDP and HSDP models; this model uses FSDP2, whose reduce-scatter is about"
 
 
 @pytest.mark.parametrize(

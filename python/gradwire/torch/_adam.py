@@ -89,8 +89,8 @@ class Momentum:
                     "bfloat16, because Adam's second moments need their range",
                     field="dtype",
                 )
-        self._settings = _optimizers.settings(optimizer)
-        self._owned = self._ids()
+        self._fixed = _optimizers.Fixed(optimizer)
+        self._settings = self._fixed.settings
         self._world, self._group = hook._world, hook._group
         self.rho = (self._world - 1) / (self._world + 1)
         self.taken = 0  # steps that were applied
@@ -181,9 +181,6 @@ class Momentum:
     def _variance(self, i: int) -> torch.Tensor:
         return local(self._state(i)["exp_avg_sq"])
 
-    def _ids(self) -> list[list[int]]:
-        return [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
-
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a state that was checked. Collective."""
         self.taken, self.next_pool = state["taken"], state["next_pool"]
@@ -225,7 +222,7 @@ class Momentum:
             if self.is_exact:
                 continue
             self.limits.apply(some, own)
-            decay = self._coupled_decay(group)
+            decay = _optimizers.coupled_decay(self.optimizer, group)
             if decay:
                 torch._foreach_add_(own, self._here(some), alpha=decay)
             in_place = all(one.dtype == torch.float32 for one in bucket)
@@ -317,7 +314,7 @@ class Momentum:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_unchanged()
+        self._fixed.check(self.optimizer)
         hook = self._hook()
         if hook is not None:
             hook._finish_pass()
@@ -375,7 +372,7 @@ class Momentum:
                 moment.mul_(beta1)
             else:
                 moment.copy_(local(gradient))
-        if decay and _is_decoupled(self.optimizer, group):
+        if decay and _optimizers.is_decoupled(self.optimizer, group):
             torch._foreach_mul_(parameters, 1 - rate * decay)
         for i in some:
             self.counts[i][0] += 1
@@ -455,22 +452,6 @@ class Momentum:
             if (some := [i for i in which if self.groups[i] == number])
         ]
 
-    def _check_unchanged(self) -> None:
-        if self._ids() != self._owned:
-            raise UsageError(
-                "the parameters of the optimizer have changed since compress; call compress again with the optimizer",
-                field="optimizer",
-            )
-        for number, (before, now) in enumerate(zip(self._settings, _optimizers.settings(self.optimizer))):
-            for name, a, b in zip(("beta1", "beta2", "eps"), before, now):
-                if a != b:
-                    raise UsageError(
-                        f"{name} of group {number} of the optimizer was {a:g} when compress was called, and is {b:g} "
-                        "now; only lr and weight_decay may change (a OneCycleLR or CyclicLR needs "
-                        "cycle_momentum=False)",
-                        field=name,
-                    )
-
     def _refuse_late(self, applied: Sequence[int]) -> None:
         for i in applied:
             if self.counts[i][3] == 0:
@@ -507,12 +488,9 @@ class Momentum:
         """This rank's own first gradient, which was averaged as it is, and is followed as clipped."""
         self.limits.apply(applied, [self._own[i] for i in applied], together=True)
         for number, some in self._by_group(applied):
-            decay = self._coupled_decay(self.optimizer.param_groups[number])
+            decay = _optimizers.coupled_decay(self.optimizer, self.optimizer.param_groups[number])
             if decay:
                 torch._foreach_add_([self._own[i] for i in some], self._here(some), alpha=decay)
-
-    def _coupled_decay(self, group: Mapping[str, Any]) -> float:
-        return 0.0 if _is_decoupled(self.optimizer, group) else float(group["weight_decay"])
 
     # For people.
 
@@ -531,8 +509,3 @@ class Momentum:
             "clip": self.limits.clip,
             "memory_bytes": 16 * sum(self._counts_here),
         }
-
-
-def _is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether decay is that of AdamW."""
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))

@@ -80,13 +80,13 @@ def compress(
 
     optimizer: the torch.optim.Adam or AdamW that trains the model. With a codec that has error feedback, ranks (under
         HSDP: replicas, each with its shards) then exchange Adam's momentum in units of the update, and p.grad is the
-        averaged momentum, not the averaged gradient;
-        the optimizer's step is replaced by one that knows this, until `hook.remove()`. The training loop, schedulers
-        and the GradScaler stay as they are. With a codec without error feedback gradients are exchanged as ever, and
-        the optimizer is left alone.
+        averaged momentum, not the averaged gradient; the optimizer's step is replaced by one that knows this, until
+        `hook.remove()`. The training loop, schedulers and the GradScaler stay as they are. With a codec without error
+        feedback gradients are exchanged as ever, and the optimizer is left alone.
     clip: the norm that the loop clips gradients to, where momentum is exchanged: every rank (under HSDP: every replica,
-        over all of its shards) then clips its own gradient before it enters the momentum. Default: found out in the first three steps, if clip_grad_norm_ has changed
-        p.grad in one of them; the option is for loops whose first gradients are smaller than that.
+        over all of its shards) then clips its own gradient before it enters the momentum. Default: found out in the
+        first three steps, if clip_grad_norm_ has changed p.grad in one of them; the option is for loops whose first
+        gradients are smaller than that.
     down: codec or rules for the reduced gradients on their way back to all ranks. Default: as `codec`, rounded to
         nearest; where momentum is exchanged, "optquant:bits=4".
     method: "scatter" (default): every rank reduces a shard and sends the result, so bytes do not grow with the number

@@ -83,11 +83,42 @@ def _check_step(optimizer: torch.optim.Optimizer, before: "Momentum | None") -> 
         )
 
 
-def settings(optimizer: torch.optim.Optimizer) -> list[Settings]:
-    """What must not change while momentum is exchanged, for each group."""
-    return [
-        (float(group["betas"][0]), float(group["betas"][1]), float(group["eps"])) for group in optimizer.param_groups
-    ]
+def is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether decay is that of AdamW."""
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+def coupled_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
+    """The decay that is added to gradients."""
+    return 0.0 if is_decoupled(optimizer, group) else float(group["weight_decay"])
+
+
+class Fixed:
+    """What must not change while momentum is exchanged: the parameters of each group, and its settings."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.settings: list[Settings] = [
+            (float(group["betas"][0]), float(group["betas"][1]), float(group["eps"]))
+            for group in optimizer.param_groups
+        ]
+        self._owned = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        now = Fixed(optimizer)
+        if now._owned != self._owned:
+            raise UsageError(
+                "the parameters of the optimizer have changed since compress; call compress again with the optimizer",
+                field="optimizer",
+            )
+        for number, (before, after) in enumerate(zip(self.settings, now.settings)):
+            for name, a, b in zip(("beta1", "beta2", "eps"), before, after):
+                if a != b:
+                    raise UsageError(
+                        f"{name} of group {number} of the optimizer was {a:g} when compress was called, and is {b:g} "
+                        "now; only lr and weight_decay may change (a OneCycleLR or CyclicLR needs "
+                        "cycle_momentum=False)",
+                        field=name,
+                    )
 
 
 def handshake(optimizer: torch.optim.Optimizer) -> Handshake:

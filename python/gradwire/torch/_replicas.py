@@ -97,9 +97,7 @@ class ReplicaHook(ReduceHook):
             "steps": _arrays.whole(given.get("steps", 0), "steps", 10**9),
         }
         self._index = {id(parameter): i for i, parameter in enumerate(found.sharded)}
-        self._name_optimizer(
-            given, codec, self._named(given), model, _fsdp.hook_of(model), found.shard_group if found.shards > 1 else None
-        )
+        self._name_optimizer(given, codec, self._named(given), model, _fsdp.hook_of(model), found.shard_group)
         self._first_model(codec, given.get("down"))
         self._shards = self._make_shards(model, given)
         self._skipped_before = 0  # by models of earlier codecs

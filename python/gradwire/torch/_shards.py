@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank has: of a DTensor its local tensor, else all of it. Without gradients."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class ShardSums:
