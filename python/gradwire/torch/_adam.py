@@ -221,21 +221,18 @@ class Momentum:
                 torch._foreach_mul_(own, 1 / self._scale)
             if self.is_exact:
                 continue
-            self.limits.apply(some, own)
+            changed = self.limits.apply(some, own)
             decay = _optimizers.coupled_decay(self.optimizer, group)
             if decay:
                 torch._foreach_add_(own, self._here(some), alpha=decay)
             in_place = all(one.dtype == torch.float32 for one in bucket)
             u = bucket if in_place else torch._foreach_mul(own, 1.0)
-            if in_place and (decay or self._scale != 1 or self.limits.clip):
+            if in_place and (changed or decay or self._scale != 1):
                 torch._foreach_copy_(u, own)
             torch._foreach_lerp_(u, [self._moment(i).float() for i in some], beta1)
             torch._foreach_div_(u, [self._den[i] for i in some])
             # The bias of a young momentum is corrected later, and makes the update larger.
-            limits = [_LARGEST * (1 - beta1 ** (self.counts[i][0] + 1)) for i in some]
-            torch._foreach_clamp_min_(u, [-limit for limit in limits])
-            torch._foreach_clamp_max_(u, limits)
-            torch._foreach_add_(u, own, alpha=0.0)  # an Inf must not be clamped: it becomes a NaN
+            _clamp(u, [_LARGEST * (1 - beta1 ** (self.counts[i][0] + 1)) for i in some], own)
             if not in_place:
                 torch._foreach_copy_(bucket, u)
 
@@ -391,8 +388,7 @@ class Momentum:
         """This rank's own second moments."""
         beta2 = self._settings[number][1]
         q, s = [self.q[i] for i in some], [self.s[i] for i in some]
-        torch._foreach_mul_(q, self.rho)
-        torch._foreach_add_(q, [self._own[i] for i in some], alpha=1 - self.rho)
+        torch._foreach_lerp_(q, [self._own[i] for i in some], 1 - self.rho)
         torch._foreach_mul_(s, beta2)
         for i in some:
             self.counts[i][1] += 1
@@ -509,3 +505,18 @@ class Momentum:
             "clip": self.limits.clip,
             "memory_bytes": 16 * sum(self._counts_here),
         }
+
+
+def _clamp(u: Sequence[torch.Tensor], limits: Sequence[float], own: Sequence[torch.Tensor]) -> None:
+    """Clamps each tensor to its limit, in place. An Inf of `own`, which u comes from, becomes a NaN and is not hidden.
+    Each operation reads and writes all elements, and this is one of the most expensive parts of the exchange."""
+    if own[0].is_cuda:
+        torch._foreach_clamp_min_(u, [-limit for limit in limits])
+        torch._foreach_clamp_max_(u, limits)
+        torch._foreach_add_(u, own, alpha=0.0)
+        return
+    for one, limit in zip(u, limits):
+        one.clamp_(-limit, limit)
+    # The host can look: a norm is read only, and nearly always finite.
+    if not bool(torch.isfinite(torch.stack(torch._foreach_norm(own))).all()):
+        torch._foreach_add_(u, own, alpha=0.0)

@@ -41,11 +41,12 @@ class GradientLimits:
         self._elsewhere = torch.zeros((), dtype=torch.float64, device=device)  # squares of the levels of other shards
         self._places: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def apply(self, which: Sequence[int], gradients: Sequence[torch.Tensor], together: bool = False) -> None:
-        """Scales gradients down to their limits, in place. What is not finite stays so. together: these are all
-        gradients of a step that has no levels yet, and all ranks are here; collective then."""
+    def apply(self, which: Sequence[int], gradients: Sequence[torch.Tensor], together: bool = False) -> bool:
+        """Scales gradients down to their limits, in place, and returns whether it has changed any. What is not finite
+        stays so. together: these are all gradients of a step that has no levels yet, and all ranks are here; collective
+        then."""
         if not self.clip or not which:
-            return
+            return False
         places, norms = self.see(which, gradients)
         # A parameter without a level, as in the first step, counts with its norm.
         mine = self.levels[places]
@@ -55,7 +56,10 @@ class GradientLimits:
             self._elsewhere = self._of_other_shards(here)
         whole = (here + self._elsewhere).sqrt()
         factors = (self.clip * levels / (norms * whole + 1e-30)).clamp_max_(1).float()
+        if not factors.is_cuda and bool((factors == 1).all()):
+            return False  # on the CPU the host can look, and an operation on all elements is saved
         torch._foreach_mul_(list(gradients), list(factors.unbind()))
+        return True
 
     def see(self, which: Sequence[int], gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Keeps the norms of gradients for `commit`. Returns the places of the parameters, and the norms."""
