@@ -260,11 +260,12 @@ class Momentum:
 
     @torch.no_grad()
     def refuse_second_pass(self, which: Sequence[int]) -> None:
-        """Refuses to add to a result that no step has used. which: parameters that are looked at."""
+        """Refuses to add to a result that no step has used. which: parameters that are looked at. All ranks that share
+        a replica refuse, also one whose shards are zero."""
         if not self._pending:
             return
         gradients = (self.parameters[i].grad for i in which)
-        if any(gradient is not None and bool(local(gradient).any()) for gradient in gradients):
+        if self._on_any_shard(any(one is not None and bool(local(one).any()) for one in gradients)):
             hook = self._hook()
             raise UsageError(
                 "a backward pass begins while p.grad holds the averaged momentum of the one before, and a gradient "
