@@ -124,6 +124,21 @@ TABLES = {
             Row("topk:ratio=0.043", "", VECTORS, rival="topk:ratio=0.043"),
         ],
     ),
+    "sgd": Table(
+        "SGD with momentum, both ways compressed: Fashion-MNIST",
+        "--task fashion-mnist --model cnn --workers 4 --batch 32 --limit 16000 --epochs 3 --optimizer sgd "
+        "--rules 1d=fp32 --collective scatter",
+        [
+            *EXACT,
+            Row("qsgd:bits=4"),
+            Row("optquant:bits=3"),
+            Row("optquant:bits=2"),
+            Row("casq:bits=2"),
+            Row("fft:theta=0.85"),
+            Row("onebit"),
+            Row("topk:ratio=0.03"),
+        ],
+    ),
     "casq": Table(
         f"CASQ: 16 workers that exchange gradients ({CASQ_PAPER})",
         f"{CASQ} --collective gather --evaluate-every 15",

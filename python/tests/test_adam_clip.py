@@ -99,6 +99,28 @@ def test_the_clip_is_that_of_the_loop(
     assert ranks.run(2, clips, loop, told, scale) == [pytest.approx(expected, rel=1e-4)] * 2
 
 
+def shows_late(rank: Rank) -> Any:
+    """The first gradient is smaller than the clip, and the second is larger."""
+    ddp, optimizer, hook = adam(rank, warmup=0)
+    limits = hook._momentum.limits
+    seen = []
+    for step in range(3):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        ((500 if step else 0.9) * nn.functional.cross_entropy(ddp(x), y)).backward()
+        seen.append(float(torch.stack([own.norm() for own in hook._momentum._own]).norm()))
+        nn.utils.clip_grad_norm_(ddp.parameters(), 0.7)
+        optimizer.step()
+        if step == 1:
+            seen.append(float(limits.levels.norm()) / seen[1])
+    return seen
+
+
+def test_a_clip_that_shows_in_the_second_step_holds_in_the_third(ranks: Ranks) -> None:
+    for _, second, levels, third in ranks.run(1, shows_late):
+        assert second > 10 and levels == pytest.approx(1) and third < 0.71
+
+
 def resumed(rank: Rank) -> Any:
     ddp, optimizer, hook = adam(rank)
     train(rank, ddp, optimizer, range(4), clip=0.01)

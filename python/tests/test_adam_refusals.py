@@ -219,7 +219,7 @@ def refused(rank: Rank, how: str) -> Any:
         ("capturable", ["UnsupportedError: group 0 of the optimizer has capturable=True"] * 2),
         ("differentiable", ["UnsupportedError: group 0 of the optimizer has differentiable=True"] * 2),
         ("missing", ["UsageError: parameter '4.bias' of the model is not one of the optimizer's"] * 2),
-        ("foreign", ["UsageError: group 0 of the optimizer has a parameter of shape (3, 2) that this DDP"] * 2),
+        ("foreign", ["UsageError: group 0 of the optimizer has a parameter of shape (3, 2) that is not reduced"] * 2),
         ("patched", ["UnsupportedError: the step of the optimizer was replaced by other code"] * 2),
         ("half", ["UnsupportedError: parameter '0.weight' is float16; with optimizer= allowed are float32"] * 2),
     ],
@@ -271,7 +271,7 @@ def sharded(rank: Rank) -> str:
 @needs_fsdp
 def test_fsdp_has_no_such_option(ranks: Ranks) -> None:
     for words in ranks.run(2, sharded):
-        assert "UsageError: optimizer is an option for DDP models; this model uses FSDP2" in words
+        assert "UsageError: optimizer is an option for DDP and HSDP models; this model uses FSDP2, whose" in words
 
 
 def warned(rank: Rank, codec: str, kind: str) -> Any:

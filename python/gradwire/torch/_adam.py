@@ -21,11 +21,16 @@ For each element, on W ranks, with k steps taken so far:
 
 A step that is skipped is one in which the optimizer's step is not called: it changes none of these. Adam's decay (which
 is not that of AdamW) is added to g.
+
+Under HSDP the optimizer's parameters are DTensors. A tensor is then the shard of a parameter that this rank has, and
+the ranks of which there are W are the replicas of that shard; g is the gradient of one replica. What is about a whole
+parameter or the whole gradient (the mean over a tensor, the norm that is clipped) is summed over the shards of the
+replica (_shards.py).
 """
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Protocol, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,9 +39,10 @@ from .. import _core
 from .._errors import UnsupportedError, UsageError
 from . import _optimizers
 from ._limits import GradientLimits
+from ._shards import ShardSums, local
 
 if TYPE_CHECKING:
-    from ._ddp import DdpHook
+    from ._meters import Meters
 
 WARMUP_CODEC, DOWN_CODEC = "qsgd:bits=4", "optquant:bits=4"
 _LARGEST = 10.0  # of an update, in units of the learning rate
@@ -48,16 +54,30 @@ def default_warmup(steps: int) -> int:
     return steps // 10 if steps else 200
 
 
+class Exchanger(Protocol):
+    """What an exchange of momentum needs of its hook, which hands gradients over (`begin`, `put`, `settle`, `end`)."""
+
+    _group: dist.ProcessGroup  # of the ranks that have the same elements
+    _world: int  # how many these are
+    _meters: "Meters"
+    _accumulation: str  # how a loop accumulates gradients before they are exchanged
+
+    def _finish_pass(self) -> None: ...  # ends a backward pass that autograd has not ended
+    def _follow_phase(self) -> None: ...  # after a step of the optimizer
+
+
 class Momentum:
-    """The exchange of one optimizer's momentum, for one hook."""
+    """The exchange of one optimizer's momentum, for one hook. shards: the ranks that have the other shards of the same
+    replica, where parameters are sharded."""
 
     def __init__(
         self,
-        hook: "DdpHook",
+        hook: Exchanger,
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, torch.nn.Parameter],
         groups: list[int],
         clip: float = 0.0,
+        shards: dist.ProcessGroup | None = None,
     ) -> None:
         self._hook = weakref.ref(hook)
         self.optimizer = optimizer
@@ -69,8 +89,8 @@ class Momentum:
                     "bfloat16, because Adam's second moments need their range",
                     field="dtype",
                 )
-        self._settings = _optimizers.settings(optimizer)
-        self._owned = self._ids()
+        self._fixed = _optimizers.Fixed(optimizer)
+        self._settings = self._fixed.settings
         self._world, self._group = hook._world, hook._group
         self.rho = (self._world - 1) / (self._world + 1)
         self.taken = 0  # steps that were applied
@@ -85,10 +105,15 @@ class Momentum:
         self._pending = False  # there is a result that no step has used
         self._scale = 1.0
         self.idle: set[int] = set()  # parameters that no rank has used in this backward pass
-        self._smallest = min(range(len(self.parameters)), key=lambda i: self.parameters[i].numel())
+        self._came: set[int] = set()  # parameters whose gradients were put in this backward pass
+        self._sums = ShardSums(shards)
+        with torch.no_grad():
+            self._counts_here = [local(parameter).numel() for parameter in self.parameters]
+        # The smallest one of which this rank has something.
+        self._smallest = min(range(len(self.parameters)), key=lambda i: self._counts_here[i] or 2**62)
         self._norms: dict[int, torch.Tensor] = {}  # of p.grad as the loop gets it, in the first steps
         self._told_clip = clip
-        self.limits = GradientLimits(len(self.parameters), self.parameters[0].device, clip)
+        self.limits = GradientLimits(len(self.parameters), self.parameters[0].device, clip, self._sums)
         self._undo: list[Callable[[], None]] = []
 
     # The life of an exchange.
@@ -109,14 +134,20 @@ class Momentum:
             if momentum is not None:
                 momentum._fresh = True
 
+        self._undo.append(self.optimizer.register_load_state_dict_post_hook(loaded).remove)
+
+    def watch_accumulation(self) -> None:
+        """For a hook that sees gradients only after autograd has added them to p.grad."""
+        me = weakref.ref(self)
+
         def before_accumulation(_: torch.Tensor) -> None:
             momentum = me()
             if momentum is not None:
-                momentum._refuse_second_pass()
+                momentum.refuse_second_pass([momentum._smallest])
 
-        self._undo.append(self.optimizer.register_load_state_dict_post_hook(loaded).remove)
         self._undo.append(self.parameters[self._smallest].register_hook(before_accumulation).remove)
 
+    @torch.no_grad()
     def detach(self) -> None:
         """Gives the optimizer back. Its second moments are those of the last pooling; they are corrected for the steps
         since then, as the optimizer's own step expects them."""
@@ -126,36 +157,40 @@ class Momentum:
             for i, (steps, _, _, at_pooling) in enumerate(self.counts):
                 beta2 = self._settings[self.groups[i]][1]
                 if at_pooling and "exp_avg_sq" in self._state(i):
-                    self._state(i)["exp_avg_sq"].mul_((1 - beta2**steps) / (1 - beta2**at_pooling))
+                    self._variance(i).mul_((1 - beta2**steps) / (1 - beta2**at_pooling))
         self._undo.clear()
 
+    @torch.no_grad()
     def _zeros(self) -> list[torch.Tensor]:
-        return [torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for p in self.parameters]
+        return [torch.zeros_like(local(p), dtype=torch.float32, requires_grad=False) for p in self.parameters]
+
+    def _here(self, which: Sequence[int]) -> list[torch.Tensor]:
+        return [local(self.parameters[i]) for i in which]
 
     def _state(self, i: int) -> dict[str, Any]:
         return self.optimizer.state[self.parameters[i]] if self.parameters[i] in self.optimizer.state else {}
 
     def _moments(self, which: Sequence[int], name: str) -> list[torch.Tensor]:
-        return [self.optimizer.state[self.parameters[i]][name] for i in which]
+        return [local(self.optimizer.state[self.parameters[i]][name]) for i in which]
 
     def _moment(self, i: int) -> torch.Tensor:
         """The momentum, which a parameter that was never used does not have yet."""
         state = self._state(i)
-        return state["exp_avg"] if "exp_avg" in state else torch.zeros_like(self._own[i])
+        return local(state["exp_avg"]) if "exp_avg" in state else torch.zeros_like(self._own[i])
 
-    def _ids(self) -> list[list[int]]:
-        return [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
+    def _variance(self, i: int) -> torch.Tensor:
+        return local(self._state(i)["exp_avg_sq"])
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state that was checked."""
+        """Continues from a state that was checked. Collective."""
         self.taken, self.next_pool = state["taken"], state["next_pool"]
         self.counts = [list(state["counts"][name]) for name in self.names]
         self.pooled = any(at_pooling for _, _, _, at_pooling in self.counts)
         for i, name in enumerate(self.names):
             self.q[i].copy_(state["q"][name])
             self.s[i].copy_(state["s"][name])
-        self.limits.clip = self._told_clip or state["clip"]
-        self.limits.levels.copy_(torch.stack([state["levels"][name].double() for name in self.names]))
+        levels = torch.stack([state["levels"][name].double() for name in self.names])
+        self.limits.restore(self._told_clip or state["clip"], levels)
         self._fresh, self._pending = True, False
 
     # A backward pass.
@@ -165,16 +200,18 @@ class Momentum:
         """Whether gradients are exchanged, without compression, in place of the momentum."""
         return not self.pooled
 
+    @torch.no_grad()
     def begin(self, scale: float) -> None:
         """Before the first bucket."""
         self._scale = scale
-        self.idle = set()
+        self.idle, self._came = set(), set()
         if self._fresh:
             self._adopt()
 
     @torch.no_grad()
     def put(self, which: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Keeps the gradients of a bucket, and puts what is exchanged in their place."""
+        self._came.update(which)
         for number, some in self._by_group(which):
             group, (beta1, _, _) = self.optimizer.param_groups[number], self._settings[number]
             bucket = [gradients[at] for at, i in enumerate(which) if self.groups[i] == number]
@@ -184,21 +221,18 @@ class Momentum:
                 torch._foreach_mul_(own, 1 / self._scale)
             if self.is_exact:
                 continue
-            self.limits.apply(some, own)
-            decay = self._coupled_decay(group)
+            changed = self.limits.apply(some, own)
+            decay = _optimizers.coupled_decay(self.optimizer, group)
             if decay:
-                torch._foreach_add_(own, [self.parameters[i] for i in some], alpha=decay)
+                torch._foreach_add_(own, self._here(some), alpha=decay)
             in_place = all(one.dtype == torch.float32 for one in bucket)
             u = bucket if in_place else torch._foreach_mul(own, 1.0)
-            if in_place and (decay or self._scale != 1 or self.limits.clip):
+            if in_place and (changed or decay or self._scale != 1):
                 torch._foreach_copy_(u, own)
             torch._foreach_lerp_(u, [self._moment(i).float() for i in some], beta1)
             torch._foreach_div_(u, [self._den[i] for i in some])
             # The bias of a young momentum is corrected later, and makes the update larger.
-            limits = [_LARGEST * (1 - beta1 ** (self.counts[i][0] + 1)) for i in some]
-            torch._foreach_clamp_min_(u, [-limit for limit in limits])
-            torch._foreach_clamp_max_(u, limits)
-            torch._foreach_add_(u, own, alpha=0.0)  # an Inf must not be clamped: it becomes a NaN
+            _clamp(u, [_LARGEST * (1 - beta1 ** (self.counts[i][0] + 1)) for i in some], own)
             if not in_place:
                 torch._foreach_copy_(bucket, u)
 
@@ -224,12 +258,19 @@ class Momentum:
         """After the last bucket was handed over."""
         self._pending = True
 
-    def _refuse_second_pass(self) -> None:
-        gradient = self.parameters[self._smallest].grad
-        if self._pending and gradient is not None and bool(gradient.any()):
+    @torch.no_grad()
+    def refuse_second_pass(self, which: Sequence[int]) -> None:
+        """Refuses to add to a result that no step has used. which: parameters that are looked at. All ranks that share
+        a replica refuse, also one whose shards are zero."""
+        if not self._pending:
+            return
+        gradients = (self.parameters[i].grad for i in which)
+        if self._on_any_shard(any(one is not None and bool(local(one).any()) for one in gradients)):
+            hook = self._hook()
             raise UsageError(
                 "a backward pass begins while p.grad holds the averaged momentum of the one before, and a gradient "
-                "cannot be added to that; call optimizer.step() and zero_grad(), or accumulate with ddp.no_sync()",
+                "cannot be added to that; call optimizer.step() and zero_grad(), or accumulate with "
+                f"{hook._accumulation if hook is not None else ''}",
                 field="gradient",
             )
 
@@ -245,18 +286,23 @@ class Momentum:
                         "hook.load_state_dict",
                         field="step",
                     )
-        elif any(bool(self._state(i)["exp_avg_sq"].any()) for i, count in enumerate(steps) if count):
+        elif self._on_any_shard(any(bool(self._variance(i).any()) for i, count in enumerate(steps) if count)):
             # The optimizer comes from a training without this exchange: its second moments are what the ranks' own
             # ones would be.
             for i, count in enumerate(steps):
                 self.counts[i] = [count, count, 0, count]
                 if count:
-                    self.s[i].copy_(self._state(i)["exp_avg_sq"])
+                    self.s[i].copy_(self._variance(i))
             self.taken = max(steps)
             self.next_pool, self.pooled = _core.next_pooling(self.taken) - 1, True
         if self.pooled:
             self._make_dens()
         self._fresh = False
+
+    def _on_any_shard(self, here: bool) -> bool:
+        if self._sums.group is None:
+            return here
+        return bool(self._sums.total(torch.tensor([float(here)], device=self.s[0].device)) > 0)
 
     # The step of the optimizer.
 
@@ -266,7 +312,10 @@ class Momentum:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_unchanged()
+        self._fixed.check(self.optimizer)
+        hook = self._hook()
+        if hook is not None:
+            hook._finish_pass()
         applied = [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
         if not self._pending:
             if applied and self.pooled:
@@ -280,7 +329,10 @@ class Momentum:
             self._fresh = True
             return loss
         self._pending = False
-        self._look(applied)
+        found_clip = self._look(applied)
+        self._rest(applied)
+        if found_clip and not self.is_exact:
+            self.limits.see(applied, [self._own[i] for i in applied])
         if self.is_exact:
             self._limit_first(applied)
             self._torch_step(self.optimizer)
@@ -296,23 +348,29 @@ class Momentum:
         self.limits.commit(self.taken)
         if not self.pooled or self.taken > self.next_pool:
             self._pool()
-        hook = self._hook()
         if hook is not None:
             hook._follow_phase()
         return loss
 
+    def _rest(self, applied: Sequence[int]) -> None:
+        """Parameters whose gradients were left out of the backward pass, and that have an old p.grad of zeros."""
+        for i in applied:
+            if i not in self._came:
+                self._own[i].zero_()
+                self.idle.add(i)
+
     def _update(self, number: int, some: Sequence[int]) -> None:
         group, (beta1, _, _) = self.optimizer.param_groups[number], self._settings[number]
         rate, decay = float(group["lr"]), float(group["weight_decay"])
-        parameters: list[torch.Tensor] = [self.parameters[i] for i in some]
-        moments = self._moments(some, "exp_avg")
-        for i, parameter, moment in zip(some, parameters, moments):
-            assert parameter.grad is not None
-            if i in self.idle:  # DDP has left its gradient as it was: it is zero on all ranks
+        parameters, moments = self._here(some), self._moments(some, "exp_avg")
+        for i, moment in zip(some, moments):
+            gradient = self.parameters[i].grad
+            assert gradient is not None
+            if i in self.idle:  # its gradient was left as it was: it is zero on all ranks
                 moment.mul_(beta1)
             else:
-                moment.copy_(parameter.grad)
-        if decay and _is_decoupled(self.optimizer, group):
+                moment.copy_(local(gradient))
+        if decay and _optimizers.is_decoupled(self.optimizer, group):
             torch._foreach_mul_(parameters, 1 - rate * decay)
         for i in some:
             self.counts[i][0] += 1
@@ -331,8 +389,7 @@ class Momentum:
         """This rank's own second moments."""
         beta2 = self._settings[number][1]
         q, s = [self.q[i] for i in some], [self.s[i] for i in some]
-        torch._foreach_mul_(q, self.rho)
-        torch._foreach_add_(q, [self._own[i] for i in some], alpha=1 - self.rho)
+        torch._foreach_lerp_(q, [self._own[i] for i in some], 1 - self.rho)
         torch._foreach_mul_(s, beta2)
         for i in some:
             self.counts[i][1] += 1
@@ -348,13 +405,13 @@ class Momentum:
         flat = torch.empty(sum(sizes), dtype=self._dtype_of_pool(), device=self.s[0].device)
         parts = [part.view(own.shape) for part, own in zip(flat.split(sizes), self.s)]
         torch._foreach_copy_(parts, self.s)
-        dist.all_reduce(flat, group=self._group)
-        for i, part in enumerate(parts):
-            state = self._state(i)
-            if state:
-                pooled = part.float() / self._world
-                floor = pooled.mean(dtype=torch.float64).mul_(_FLOOR).float()
-                state["exp_avg_sq"].copy_(torch.maximum(pooled, floor))
+        if flat.numel():
+            dist.all_reduce(flat, group=self._group)
+        sums = self._sums.total(torch.stack([part.sum(dtype=torch.float64) for part in parts]))
+        for i, (part, whole) in enumerate(zip(parts, sums.unbind())):
+            if self._state(i):
+                floor = (whole / (self._world * self.parameters[i].numel()) * _FLOOR).float()
+                self._variance(i).copy_(torch.maximum(part.float() / self._world, floor))
                 self.counts[i][3] = self.counts[i][1]
         self.pooled, self.next_pool = True, _core.next_pooling(self.taken) - 1
         sent = 2 * flat.numel() * flat.element_size() * (self._world - 1) // self._world
@@ -381,7 +438,7 @@ class Momentum:
         for i, (_, _, _, at_pooling) in enumerate(self.counts):
             _, beta2, eps = self._settings[self.groups[i]]
             if at_pooling:
-                self._den[i].copy_(self._state(i)["exp_avg_sq"]).sqrt_().div_((1 - beta2**at_pooling) ** 0.5).add_(eps)
+                self._den[i].copy_(self._variance(i)).sqrt_().div_((1 - beta2**at_pooling) ** 0.5).add_(eps)
             else:
                 self._den[i].fill_(1)
 
@@ -392,22 +449,6 @@ class Momentum:
             if (some := [i for i in which if self.groups[i] == number])
         ]
 
-    def _check_unchanged(self) -> None:
-        if self._ids() != self._owned:
-            raise UsageError(
-                "the parameters of the optimizer have changed since compress; call compress again with the optimizer",
-                field="optimizer",
-            )
-        for number, (before, now) in enumerate(zip(self._settings, _optimizers.settings(self.optimizer))):
-            for name, a, b in zip(("beta1", "beta2", "eps"), before, now):
-                if a != b:
-                    raise UsageError(
-                        f"{name} of group {number} of the optimizer was {a:g} when compress was called, and is {b:g} "
-                        "now; only lr and weight_decay may change (a OneCycleLR or CyclicLR needs "
-                        "cycle_momentum=False)",
-                        field=name,
-                    )
-
     def _refuse_late(self, applied: Sequence[int]) -> None:
         for i in applied:
             if self.counts[i][3] == 0:
@@ -417,18 +458,20 @@ class Momentum:
                     field="gradient",
                 )
 
-    def _look(self, applied: Sequence[int]) -> None:
-        """In the first steps: what has the loop done with p.grad?"""
+    def _look(self, applied: Sequence[int]) -> bool:
+        """In the first steps: what has the loop done with p.grad? Returns whether this has shown its clip."""
         norms, self._norms = self._norms, {}
+        if self.taken >= _LOOK:
+            return False
         known = [i for i in applied if i in norms]
-        if not known:
-            return
         gradients = [self.parameters[i].grad for i in known]
-        self.limits.learn([norms[i] for i in known], [one.float() for one in gradients if one is not None], self._scale)
+        found_clip = self.limits.learn(
+            [norms[i] for i in known], [local(one).float() for one in gradients if one is not None], self._scale
+        )
         gradient = self.parameters[self._smallest].grad
         if self._scale != 1 or self._smallest not in norms or gradient is None:
-            return
-        if not self.is_exact and float(gradient.norm()) < float(norms[self._smallest]) / 1024:
+            return found_clip
+        if not self.is_exact and float(local(gradient).norm()) < float(norms[self._smallest]) / 1024:
             # A GradScaler that compress does not know divides the momentum by a scale that it was never multiplied by.
             warnings.warn(
                 f"gradwire: p.grad of '{self.names[self._smallest]}' became more than 1024 times as small between "
@@ -436,17 +479,15 @@ class Momentum:
                 "compress(model, codec, optimizer=optimizer, scaler=scaler)",
                 stacklevel=5,
             )
+        return found_clip
 
     def _limit_first(self, applied: Sequence[int]) -> None:
         """This rank's own first gradient, which was averaged as it is, and is followed as clipped."""
-        self.limits.apply(applied, [self._own[i] for i in applied])
+        self.limits.apply(applied, [self._own[i] for i in applied], together=True)
         for number, some in self._by_group(applied):
-            decay = self._coupled_decay(self.optimizer.param_groups[number])
+            decay = _optimizers.coupled_decay(self.optimizer, self.optimizer.param_groups[number])
             if decay:
-                torch._foreach_add_([self._own[i] for i in some], [self.parameters[i] for i in some], alpha=decay)
-
-    def _coupled_decay(self, group: Mapping[str, Any]) -> float:
-        return 0.0 if _is_decoupled(self.optimizer, group) else float(group["weight_decay"])
+                torch._foreach_add_([self._own[i] for i in some], self._here(some), alpha=decay)
 
     # For people.
 
@@ -463,10 +504,20 @@ class Momentum:
             "pools": self.pools,
             "pool_bytes": self.pool_bytes,
             "clip": self.limits.clip,
-            "memory_bytes": 16 * sum(parameter.numel() for parameter in self.parameters),
+            "memory_bytes": 16 * sum(self._counts_here),
         }
 
 
-def _is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether decay is that of AdamW."""
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+def _clamp(u: Sequence[torch.Tensor], limits: Sequence[float], own: Sequence[torch.Tensor]) -> None:
+    """Clamps each tensor to its limit, in place. An Inf of `own`, which u comes from, becomes a NaN and is not hidden.
+    Each operation reads and writes all elements, and this is one of the most expensive parts of the exchange."""
+    if own[0].is_cuda:
+        torch._foreach_clamp_min_(u, [-limit for limit in limits])
+        torch._foreach_clamp_max_(u, limits)
+        torch._foreach_add_(u, own, alpha=0.0)
+        return
+    for one, limit in zip(u, limits):
+        one.clamp_(-limit, limit)
+    # The host can look: a norm is read only, and nearly always finite.
+    if not bool(torch.isfinite(torch.stack(torch._foreach_norm(own))).all()):
+        torch._foreach_add_(u, own, alpha=0.0)

@@ -44,17 +44,20 @@ def agreed_on_mesh(
     call: str,
     prepare: Callable[[], tuple[T, Handshake]],
     timeout: timedelta | None = None,
+    first_only: Callable[[T], Handshake] | None = None,
 ) -> T:
     """The same for the ranks of a mesh, with one process group of this rank for every dimension. All ranks of the mesh
     meet first. Then they compare along one dimension after the other, and what was found along the first is told along
-    the second, so every rank learns of every other. members: the ranks of the mesh; errors name these.
+    the second, so every rank learns of every other. members: the ranks of the mesh; errors name these. first_only: what
+    is compared along the first dimension only.
     """
     outcome = _outcome(prepare, dist.get_rank())
     name = "mesh/" + ",".join(map(str, members))
     _meet(name, list(members), list(members).index(dist.get_rank()), call, timeout or _patience(groups[0]))
-    for group in groups:
+    for number, group in enumerate(groups):
         before, ranks = outcome, dist.get_process_group_ranks(group)
-        outcome = _outcome(lambda: (_compared(group, call, before, ranks), before.handshake), None)
+        more = first_only(before.made[0]) if first_only is not None and number == 0 and before.made else []
+        outcome = _outcome(lambda: (_compared(group, call, before, ranks, more), before.handshake), None)
     if outcome.failure is not None:
         raise outcome.failure
     return outcome.made[0]
@@ -85,11 +88,17 @@ def _outcome(prepare: Callable[[], tuple[T, Handshake]], rank: int | None) -> _O
     return outcome
 
 
-def _compared(group: dist.ProcessGroup, call: str, mine: _Outcome[T], names: Sequence[int] | None = None) -> T:
-    """names: how errors call the ranks of the group."""
+def _compared(
+    group: dist.ProcessGroup,
+    call: str,
+    mine: _Outcome[T],
+    names: Sequence[int] | None = None,
+    more: Sequence[tuple[str, str]] = (),
+) -> T:
+    """names: how errors call the ranks of the group. more: what is compared beside the handshake."""
     every: list[tuple[str | None, Handshake]] = [(None, [])] * dist.get_world_size(group)
     names = names or range(len(every))
-    dist.all_gather_object(every, (mine.told, [("the call", call), *mine.handshake]), group=group)
+    dist.all_gather_object(every, (mine.told, [("the call", call), *mine.handshake, *more]), group=group)
     if mine.failure:
         raise mine.failure
     for rank, (message, _) in zip(names, every):

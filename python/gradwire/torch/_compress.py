@@ -15,8 +15,8 @@ from ._unwrap import described, model_around, optimizer_inside, refuse_no_module
 
 # The kinds of models that have an option. HSDP: FSDP2 with replicas, by a mesh of two dimensions or by replicate().
 _ONLY = {
-    **dict.fromkeys(("measure_every", "guard", "optimizer", "clip", "decay"), ("DDP",)),
-    **dict.fromkeys(("down", "method", "owner_feedback", "warmup", "timeout"), ("DDP", "HSDP")),
+    **dict.fromkeys(("measure_every", "guard", "decay"), ("DDP",)),
+    **dict.fromkeys(("optimizer", "clip", "down", "method", "owner_feedback", "warmup", "timeout"), ("DDP", "HSDP")),
     "weights": ("FSDP2", "HSDP"),
     "gradients": ("HSDP",),
 }
@@ -76,16 +76,17 @@ def compress(
         known.
     threads: processor threads that encode and decode.
 
-    Only for DDP, and all but optimizer, measure_every and guard for HSDP:
+    Only for DDP, and all but decay, measure_every and guard for HSDP:
 
-    optimizer: the torch.optim.Adam or AdamW that trains the model. With a codec that has error feedback, ranks then
-        exchange Adam's momentum in units of the update, and p.grad is the averaged momentum, not the averaged gradient;
-        the optimizer's step is replaced by one that knows this, until `hook.remove()`. The training loop, schedulers
-        and the GradScaler stay as they are. With a codec without error feedback gradients are exchanged as ever, and
-        the optimizer is left alone.
-    clip: the norm that the loop clips gradients to, where momentum is exchanged: every rank then clips its own gradient
-        before it enters the momentum. Default: found out in the first three steps, if clip_grad_norm_ has changed
-        p.grad in one of them; the option is for loops whose first gradients are smaller than that.
+    optimizer: the torch.optim.Adam or AdamW that trains the model. With a codec that has error feedback, ranks (under
+        HSDP: replicas, each with its shards) then exchange Adam's momentum in units of the update, and p.grad is the
+        averaged momentum, not the averaged gradient; the optimizer's step is replaced by one that knows this, until
+        `hook.remove()`. The training loop, schedulers and the GradScaler stay as they are. With a codec without error
+        feedback gradients are exchanged as ever, and the optimizer is left alone.
+    clip: the norm that the loop clips gradients to, where momentum is exchanged: every rank (under HSDP: every replica,
+        over all of its shards) then clips its own gradient before it enters the momentum. Default: found out in the
+        first three steps, if clip_grad_norm_ has changed p.grad in one of them; the option is for loops whose first
+        gradients are smaller than that.
     down: codec or rules for the reduced gradients on their way back to all ranks. Default: as `codec`, rounded to
         nearest; where momentum is exchanged, "optquant:bits=4".
     method: "scatter" (default): every rank reduces a shard and sends the result, so bytes do not grow with the number
@@ -139,12 +140,21 @@ def compress(
     return _fsdp.attach(inner, codec, options)
 
 
+# Why, where a user may ask.
+_BECAUSE = {
+    ("FSDP2", "optimizer"): ", whose reduce-scatter is about whole modules, and leaves every rank with elements of its "
+    "own: a rank has Adam's moments of its shard only, and would have to send momentum of all elements"
+}
+
+
 def refuse_foreign(kind: str, options: dict[str, Any]) -> None:
     """Refuses options that only other kinds of models have."""
     for name, kinds in _ONLY.items():
         if kind not in kinds and name in options:
             raise UsageError(
-                f"{name} is an option for {' and '.join(kinds)} models; this model uses {kind}", field=name
+                f"{name} is an option for {' and '.join(kinds)} models; this model uses {kind}"
+                f"{_BECAUSE.get((kind, name), '')}",
+                field=name,
             )
 
 

@@ -18,14 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _arrays, _core
 from .._errors import UnsupportedError, UsageError
-from . import _hook, _optimizers, _register, _state
-from ._adam import DOWN_CODEC, WARMUP_CODEC, Momentum, default_warmup
+from . import _hook, _register, _state
 from ._agree import Handshake, agreed
 from ._chunks import CHUNK, FINE_CHUNK, SLOW, Chunk, ChunkKey, split, used_flags
 from ._compress import refuse_foreign
-from ._hook import DTYPES, Hook
+from ._hook import DTYPES
 from ._meters import Meters
-from ._rules import check_patterns, rules_of, with_codec
+from ._reduce_hook import Made, ReduceHook
 from ._task import Times, core_device
 from ._transport import Transport, never_free
 
@@ -106,7 +105,7 @@ def attach(
             hook: DdpHook = PythonHook(ddp, python_codec, options, names)
         else:
             hook = DdpHook(ddp, codec, options, names)
-        return hook, hook._handshake() + hook._optimizer_terms
+        return hook, hook._handshake() + hook._optimizer_terms + hook._moment_terms
 
     hook = agreed(group, "compress", prepare, _hook.valid_timeout(options.get("timeout")))
     hook._connect()
@@ -124,6 +123,7 @@ def attach(
         hook._handles.append(ddp.register_forward_pre_hook(slot.before_forward))
     if hook._momentum is not None:
         hook._momentum.attach()
+        hook._momentum.watch_accumulation()
     hook._watch_optimizers()
     return hook
 
@@ -166,8 +166,10 @@ def one_device(parameters: Mapping[str, torch.Tensor]) -> torch.device:
     return first
 
 
-class DdpHook(Hook):
+class DdpHook(ReduceHook):
     """The hook of a DistributedDataParallel."""
+
+    _accumulation = "ddp.no_sync()"
 
     def __init__(
         self, ddp: DistributedDataParallel, codec: Any, given: dict[str, Any], names: Sequence[str] | None = None
@@ -176,12 +178,12 @@ class DdpHook(Hook):
         guard = _hook.limit(given.get("guard"), "guard")
         self._options: dict[str, Any] = {
             "residual": _hook.residual_dtype(given["residual"]),
-            "warmup": _hook.steps(given.get("warmup", 0), "warmup"),
             "measure_every": _hook.steps(given.get("measure_every", 0), "measure_every") or (
                 50 if guard is not None else 0
             ),
             "guard": guard,
         }
+        self._warmup = _hook.steps(given.get("warmup", 0), "warmup")
         self._timeout = _hook.timeout_of(given.get("timeout"))
         self._threads = _hook.threads(given["threads"])
         self._scaler = _hook.scaler(given["scaler"])
@@ -211,24 +213,9 @@ class DdpHook(Hook):
             "device": core_device(self._device, self._stream, self._threads),
         }
         self._feedback = feedback
-        self._momentum: Momentum | None = None
-        self._watch: _optimizers.Watch | None = None
-        self._optimizer_terms: Handshake = []
-        optimizer, clip = given.get("optimizer"), _hook.limit(given.get("clip"), "clip")
-        if clip is not None and optimizer is None:
-            raise UsageError("clip is an option for optimizer=; without it the loop clips gradients", field="clip")
-        self._optimizer_kind = type(optimizer).__name__ if optimizer is not None else "none"
-        if optimizer is not None:
-            slot = _SLOTS.get(ddp)
-            groups = _optimizers.check(optimizer, named, ddp.module, slot.hook if slot is not None else None)
-            self._optimizer_terms = [("clip", str(clip)), *_optimizers.handshake(optimizer, named)]
-            if self._uses_feedback(rules_of(codec, self._min_elements)):
-                self._momentum = Momentum(self, optimizer, named, groups, clip or 0.0)
-                if "warmup" not in given:
-                    self._options["warmup"] = default_warmup(self._model_options["steps"])
-        self._warm = self._momentum is not None and self._options["warmup"] > 0
-        made = self._model_for(codec, given.get("down"))  # also where it is used only later: it may be refused
-        self._use(*(self._model_for(codec, given.get("down"), self._warm) if self._warm else made))
+        slot = _SLOTS.get(ddp)
+        self._name_optimizer(given, codec, named, ddp.module, slot.hook if slot is not None else None)
+        self._first_model(codec, given.get("down"))
         self._skipped_before = 0  # by models of earlier codecs
         self._times = Times()
         self._meters = Meters(self._names, [p.numel() for p in self._parameters], self._options["measure_every"], guard)
@@ -237,52 +224,18 @@ class DdpHook(Hook):
         self._chunk_elements = CHUNK
         self._began = 0.0
 
-    def _model_for(self, codec: Any, down: Any, warm: bool = False) -> tuple[str, Any, "_core.ModelCoder"]:
-        """The rules for gradients, `down` as it was given, and a coder for both. `warm`: for the warm-up of an exchange
-        of momentum."""
-        up = rules_of(codec, self._min_elements)
-        check_patterns(up, self._names, "parameter")
-        down_rules = ""
-        if down is not None:
-            down_rules = rules_of(down, self._min_elements, "down")
-            check_patterns(down_rules, self._names, "parameter", "down")
-        elif self._momentum is not None and self._model_options["method"] == "scatter":
-            down_rules = with_codec(up, self._keeps_residual, DOWN_CODEC)
-        options, sent = self._model_options, up
-        if warm:
-            sent = with_codec(up, self._keeps_residual, WARMUP_CODEC)
-            options = options | {"feedback": "off", "decay": 1.0}
-            if options["owner_feedback"] == "off":
-                options["residual"] = "f32"  # there are none, and their type must not be chosen then
-        elif options["decay"] != 1 and not self._uses_feedback(up):
-            raise UsageError(
-                f"decay is {options['decay']:g}, and '{up}' has no codec with error feedback, so no residual would "
-                "decay; choose one that has it, such as topk, or say feedback=True",
-                field="decay",
-            )
+    def _coder(self, up: str, down: str, options: dict[str, Any]) -> "_core.ModelCoder":
         tensors = [(name, p.numel(), DTYPES[p.dtype], p.dim()) for name, p in zip(self._names, self._parameters)]
-        return up, down, _core.ModelCoder(tensors, up=sent, down=down_rules, **options)
-
-    def _keeps_residual(self, codec: "_core.Codec") -> bool:
-        return not codec.lossless and (codec.feedback if self._feedback is None else self._feedback)
-
-    def _uses_feedback(self, up: str) -> bool:
-        return any(self._keeps_residual(codec) for codec in self._codecs(up))
+        return _core.ModelCoder(tensors, up=up, down=down, **options)
 
     def _codecs(self, rules: str) -> "list[_core.Codec]":
-        """The codec of each parameter."""
         chosen = _core.Rules(rules)
         return [chosen.codec_for(name, p.dim(), p.numel()) for name, p in zip(self._names, self._parameters)]
 
-    def _watch_optimizers(self) -> None:
-        if self._optimizer_kind == "none" and self._watch is None and self._uses_feedback(self.codec):
-            self._watch = _optimizers.Watch(self)
-
     def _use(self, codec: str, down: Any, model: "_core.ModelCoder") -> None:
         self.codec, self._down, self._model = codec, down, model
-        exact = all(str(one) == "fp32" for one in self._codecs(codec))
         # Every codec is fp32: the process group's own all-reduce gives the bits of plain DDP.
-        self._plain = exact and down is None and self._momentum is None
+        self._plain = self._is_exact(codec, down)
 
     def __repr__(self) -> str:
         elements = sum(self._meters.elements)
@@ -294,7 +247,8 @@ class DdpHook(Hook):
         terms = [*(model or self._model).handshake(), ("optimizer", self._optimizer_kind)]
         if self._momentum is not None:
             terms.append(("codec", codec or self.codec))  # the model may be that of the warm-up
-        terms += [(name, str(self._options[name])) for name in ("warmup", "measure_every", "guard")]
+        terms.append(("warmup", str(self._warmup)))
+        terms += [(name, str(self._options[name])) for name in ("measure_every", "guard")]
         terms.append(("device", self._device.type))
         return terms + [("strides", f"{name}: {tuple(p.stride())}") for name, p in zip(self._names, self._parameters)]
 
@@ -312,10 +266,7 @@ class DdpHook(Hook):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._watch is not None:
-            self._watch.remove()
-        if self._momentum is not None:
-            self._momentum.detach()
+        self._let_optimizer_go()
         self._chunks.clear()
         self._release()  # at most once
 
@@ -328,50 +279,17 @@ class DdpHook(Hook):
         has learned is kept where the same codec is used again. Parameters that the guard has exempted stay so.
         """
 
-        def prepare() -> tuple[tuple[str, Any, "_core.ModelCoder"], Handshake]:
+        def prepare() -> tuple[Made, Handshake]:
             if self._slot is None:
                 raise UsageError("the hook was removed; call compress to begin again", field="hook")
             self._synchronize()
-            new_down = self._down if down is None else down
-            made = self._model_for(codec, new_down)
-            if self._optimizer_kind != "none" and self._momentum is None and self._uses_feedback(made[0]):
-                raise UsageError(
-                    f"'{self.codec}' has no error feedback, so gradients are exchanged, and the optimizer was left "
-                    "alone; call compress again to begin with a codec that has it",
-                    field="codec",
-                )
-            if self._warm:
-                made = self._model_for(codec, new_down, warm=True)
+            made = self._changed_model(codec, self._down if down is None else down)
             return made, [("step", str(self.step)), *self._handshake(made[2], made[0])]
 
         self._change_to(*agreed(self._group, "set_codec", prepare, self._timeout))
         self._watch_optimizers()
 
-    def _change_to(self, codec: str, down: Any, model: "_core.ModelCoder") -> None:
-        """Takes a model over, with what the present one has kept."""
-        state, dropped = _state.carried(self._model.state(), model.state(), self._model_options["residual"])
-        model.restore(state)
-        self._replace_model(model)
-        self._use(codec, down, model)
-        self._meters.errors.clear()
-        _state.log_dropped(dropped)
-
-    def _follow_phase(self) -> None:
-        """After a step of the optimizer: the user's codec takes over when the warm-up ends."""
-        if self._warm and self._momentum is not None and not self._is_warm(self._momentum.taken):
-            self._synchronize()
-            self._warm = False
-            self._change_to(*self._model_for(self.codec, self._down))
-
-    def _is_warm(self, taken: int) -> bool:
-        """Whether the exchange of momentum is in its warm-up after so many steps."""
-        return self._momentum is not None and taken < self._options["warmup"]
-
-    def _fresh_model(self, taken: int = 0) -> "_core.ModelCoder":
-        return self._model_for(self.codec, self._down, self._is_warm(taken))[2]
-
     def _replace_model(self, model: "_core.ModelCoder") -> None:
-        """Between two steps."""
         for tensor in self._meters.exempt:
             model.exempt(tensor)
         self._skipped_before += self._model.skipped()
@@ -390,8 +308,7 @@ class DdpHook(Hook):
             devices=[self._device] if self._stream else None
         )
         result = done.then(lambda future: future.value())  # raises in a way that DDP understands
-        if self._watch is not None and self._watch.is_over():
-            self._watch = None
+        self._look_after_watch()
         tensors = tuple(self._index[id(parameter)] for parameter in bucket.parameters())
         gradients = bucket.gradients()
         used: torch.Tensor | None = None
@@ -453,15 +370,10 @@ class DdpHook(Hook):
             self._step_done(None)
         return _plain_mean(bucket, self._group)
 
-    def _scale_on_wire(self) -> float:
-        """Momentum is exchanged without the loss scale."""
-        return self._scale() if self._momentum is None or self._momentum.is_exact else 1.0
-
     def _begin(self, loss_scale: float) -> None:
         """At the first bucket, in the thread that encodes."""
         self._began = time.perf_counter()
-        exact = self.step < self._options["warmup"] if self._momentum is None else self._momentum.is_exact
-        self._model.begin(self.step, loss_scale=loss_scale, rate=self._rate, exact=exact)
+        self._model.begin(self.step, loss_scale=loss_scale, rate=self._rate, exact=self._sends_exactly())
 
     def _end(self, used: Sequence[Chunk]) -> None:
         """After the last bucket, in the thread that decodes."""
@@ -519,10 +431,7 @@ class DdpHook(Hook):
         skipped = self._skipped_before + self._model.skipped()
         report = self._meters.report(self.step, skipped, up, self._world, self._times, self._model.residual_bytes())
         report["plan"] = self._model.plans()
-        if self._momentum is not None:
-            report["optimizer"] = self._momentum.report(self._options["warmup"])
-        elif self._optimizer_kind != "none":
-            report["optimizer"] = {"exchange": "gradients"}
+        self._report_optimizer(report)
         return report
 
     def state_dict(self, *, gather: str | None = None) -> dict[str, Any]:

@@ -59,6 +59,10 @@ def make(model: torch.nn.Module, codec: Any, options: dict[str, Any]) -> "FsdpHo
     return FsdpHook(model, _units_of(model), mesh, _group_of(mesh), codec, options)
 
 
+def hook_of(model: torch.nn.Module) -> Hook | None:
+    return _HOOKS.get(model)
+
+
 def replace_hook(model: torch.nn.Module, hook: Hook) -> None:
     """Removes the hook that the model has, and keeps the new one as long as the model."""
     if model in _HOOKS:

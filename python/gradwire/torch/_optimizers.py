@@ -14,10 +14,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._errors import UnsupportedError, UsageError
 from ._agree import Handshake
+from ._shards import local
 
 if TYPE_CHECKING:
     from ._adam import Momentum
-    from ._ddp import DdpHook
+    from ._reduce_hook import ReduceHook
 
 KINDS = (torch.optim.Adam, torch.optim.AdamW)
 _ALLOWED = "allowed are torch.optim.Adam and torch.optim.AdamW"
@@ -26,10 +27,10 @@ Settings = tuple[float, float, float]  # beta1, beta2, eps
 
 
 def check(
-    optimizer: Any, named: Mapping[str, torch.nn.Parameter], model: torch.nn.Module, hook: "DdpHook | None"
+    optimizer: Any, named: Mapping[str, torch.nn.Parameter], model: torch.nn.Module, before: "Momentum | None"
 ) -> list[int]:
-    """The group of each named parameter. Refuses an optimizer for which the rule does not hold. `hook` is the one that
-    the model has now, which gives the optimizer back before a new hook takes it."""
+    """The group of each named parameter. Refuses an optimizer for which the rule does not hold. `before` is the
+    exchange that the model has now, which gives the optimizer back before a new one takes it."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer is of type {type(optimizer).__name__}; {_ALLOWED}", field="optimizer")
     if type(optimizer) not in KINDS:
@@ -42,13 +43,13 @@ def check(
                     f"group {number} of the optimizer has {flag}=True, for which momentum cannot be exchanged",
                     field=flag,
                 )
-    _check_step(optimizer, hook)
+    _check_step(optimizer, before)
     groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     for name, parameter in named.items():
         if id(parameter) not in groups:
             raise UsageError(
                 f"parameter '{name}' of the model is not one of the optimizer's; with optimizer= the optimizer must "
-                "own all parameters that DDP reduces",
+                "own all parameters that are reduced between ranks",
                 field="optimizer",
             )
     reduced = {id(parameter) for parameter in named.values()}
@@ -59,21 +60,21 @@ def check(
             if id(parameter) not in reduced and not frozen:
                 what = f"'{names[id(parameter)]}'" if id(parameter) in names else f"of shape {tuple(parameter.shape)}"
                 raise UsageError(
-                    f"group {number} of the optimizer has a parameter {what} that this DDP does not reduce; give it an "
-                    "optimizer of its own",
+                    f"group {number} of the optimizer has a parameter {what} that is not reduced between ranks "
+                    "here; give it an optimizer of its own",
                     field="optimizer",
                 )
     return [groups[id(parameter)] for parameter in named.values()]
 
 
-def _check_step(optimizer: torch.optim.Optimizer, hook: "DdpHook | None") -> None:
+def _check_step(optimizer: torch.optim.Optimizer, before: "Momentum | None") -> None:
     step = vars(optimizer).get("step")
     if step is None:
         return
     owner = getattr(step, "_gradwire", None)
     if owner is not None:
         momentum = owner()
-        if momentum is not None and (hook is None or hook._momentum is not momentum):
+        if momentum is not None and momentum is not before:
             raise UsageError("the optimizer is in use by the hook of another model", field="optimizer")
     elif not hasattr(step, "_wrapped_by_lr_sched"):
         raise UnsupportedError(
@@ -82,25 +83,63 @@ def _check_step(optimizer: torch.optim.Optimizer, hook: "DdpHook | None") -> Non
         )
 
 
-def settings(optimizer: torch.optim.Optimizer) -> list[Settings]:
-    """What must not change while momentum is exchanged, for each group."""
-    return [
-        (float(group["betas"][0]), float(group["betas"][1]), float(group["eps"])) for group in optimizer.param_groups
-    ]
+def is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether decay is that of AdamW."""
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
-def handshake(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter]) -> Handshake:
-    """What ranks compare: the optimizer with its numbers, and the moments that it begins with."""
+def coupled_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
+    """The decay that is added to gradients."""
+    return 0.0 if is_decoupled(optimizer, group) else float(group["weight_decay"])
+
+
+class Fixed:
+    """What must not change while momentum is exchanged: the parameters of each group, and its settings."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.settings: list[Settings] = [
+            (float(group["betas"][0]), float(group["betas"][1]), float(group["eps"]))
+            for group in optimizer.param_groups
+        ]
+        self._owned = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        now = Fixed(optimizer)
+        if now._owned != self._owned:
+            raise UsageError(
+                "the parameters of the optimizer have changed since compress; call compress again with the optimizer",
+                field="optimizer",
+            )
+        for number, (before, after) in enumerate(zip(self.settings, now.settings)):
+            for name, a, b in zip(("beta1", "beta2", "eps"), before, after):
+                if a != b:
+                    raise UsageError(
+                        f"{name} of group {number} of the optimizer was {a:g} when compress was called, and is {b:g} "
+                        "now; only lr and weight_decay may change (a OneCycleLR or CyclicLR needs "
+                        "cycle_momentum=False)",
+                        field=name,
+                    )
+
+
+def handshake(optimizer: torch.optim.Optimizer) -> Handshake:
+    """What ranks compare: the optimizer with its numbers."""
     terms = [("optimizer", type(optimizer).__name__)]
     for number, group in enumerate(optimizer.param_groups):
         told = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
         terms.append((f"group {number} of the optimizer", str(told)))
+    return terms
+
+
+@torch.no_grad()
+def moments(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter]) -> Handshake:
+    """The moments that the optimizer begins with, which ranks that have the same elements compare."""
+    terms = []
     for name, parameter in named.items():
         state = optimizer.state.get(parameter, {})
         check_sum = 0
         for key in ("step", "exp_avg", "exp_avg_sq"):
             if key in state:
-                values = torch.as_tensor(state[key]).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                values = local(torch.as_tensor(state[key])).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                 check_sum = zlib.crc32(values.numpy().tobytes(), check_sum)
         terms.append((f"the state of the optimizer for '{name}'", f"{check_sum:08x}"))
     return terms
@@ -164,7 +203,7 @@ class Watch:
     """For a hook with error feedback and without an optimizer: one warning if an Adam steps on the model's parameters.
     torch calls this after every step of every optimizer, until one of them has stepped on these parameters."""
 
-    def __init__(self, hook: "DdpHook") -> None:
+    def __init__(self, hook: "ReduceHook") -> None:
         self._hook = weakref.ref(hook)
         self._seen = False
         self._handle = register_optimizer_step_post_hook(self._after_step)

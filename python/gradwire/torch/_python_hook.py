@@ -123,7 +123,7 @@ class PythonHook(DdpHook):
     def _put(self, tensor: int, gradient: torch.Tensor) -> int:
         """Puts what the others would decode in the place of a gradient. Returns the bytes to other ranks."""
         count = gradient.numel()
-        if not self._chosen[tensor] or self.step < self._options["warmup"]:
+        if not self._chosen[tensor] or self.step < self._warmup:
             self._bits[tensor] = 32.0 * count
             return 8 * count * (self._world - 1) // self._world  # as a ring all-reduce sends it
         scale = self._scale()
@@ -187,8 +187,7 @@ class PythonHook(DdpHook):
         kept = sum(one.numel() * one.element_size() for one in self._residuals.values())
         report = self._meters.report(self.step, self._skipped, up, self._world, self._times, kept)
         report["plan"] = []
-        if self._optimizer_kind != "none":
-            report["optimizer"] = {"exchange": "gradients"}
+        self._report_optimizer(report)
         return report
 
     def residual_hash(self) -> int:

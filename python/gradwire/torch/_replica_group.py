@@ -72,6 +72,7 @@ class Parameter:
         self.padded: int = _door(theirs, "padded_sharded_param_size").numel()
         self.elements = torch.Size(self.shape).numel()
         self.count = torch.Size(self.shard_shape).numel()  # of the shard
+        self.offloaded = bool(_door(theirs, "offload_to_cpu"))
 
     def cut(self, whole: torch.Tensor, shards: int) -> list[torch.Tensor]:
         """The shards of all ranks, as FSDP cuts them."""
@@ -115,6 +116,11 @@ class Unit:
             self.known[id(one)] = len(self.parameters)
             self.parameters.append(Parameter(name, one, dtype))
 
+    def sharded(self) -> list[torch.nn.Parameter]:
+        """What an optimizer updates, in the order of `parameters`."""
+        theirs: Any = self._theirs()
+        return [one.sharded_param for one in theirs.fsdp_params if id(one) in self.known]
+
     def install(self, hook: "ReplicaHook") -> None:
         theirs = self._theirs()
         if theirs is not None:
@@ -149,7 +155,7 @@ class Unit:
                 )
             if parameter.count:
                 where.append(self.first + place)
-                views.append(flat[at : at + parameter.count])
+                views.append(flat[at : at + parameter.count].view(parameter.shard_shape))
             at += parameter.padded
         if at != flat.numel():
             raise UnsupportedError(
@@ -205,9 +211,19 @@ class ReplicaGroup(dist.ProcessGroup):
         return _Complete() if work is None else work
 
 
-def parameters_in_buffer() -> Sequence[Any]:
-    """FSDP leaves parameters without a gradient out of its buffer, and only the function that has made the buffer knows
-    which. It is one of our callers."""
+class Buffer:
+    """What only the function of FSDP that has made a buffer knows of it. It is one of our callers.
+
+    parameters: those that are in it; FSDP leaves parameters without a gradient out. divisor: what FSDP divides the
+    result by, when it has it.
+    """
+
+    def __init__(self, made_by: dict[str, Any]) -> None:
+        self.parameters: Sequence[Any] = made_by["fsdp_params"]
+        self.divisor: float = made_by.get("postdivide_factor") or 1.0
+
+
+def buffer_of_caller() -> Buffer:
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "foreach_reduce":
         frame = frame.f_back  # type: ignore[assignment]
@@ -217,7 +233,7 @@ def parameters_in_buffer() -> Sequence[Any]:
             "compressing between the replicas of FSDP2 needs; torch 2.13 does",
             field="torch",
         )
-    return frame.f_locals["fsdp_params"]  # type: ignore[no-any-return]
+    return Buffer(frame.f_locals)
 
 
 class Replicas:
@@ -244,6 +260,11 @@ class Replicas:
     @property
     def parameters(self) -> list[Parameter]:
         return [parameter for unit in self.units for parameter in unit.parameters]
+
+    @property
+    def sharded(self) -> list[torch.nn.Parameter]:
+        """The same as an optimizer has them."""
+        return [parameter for unit in self.units for parameter in unit.sharded()]
 
 
 def find(model: torch.nn.Module) -> Replicas:

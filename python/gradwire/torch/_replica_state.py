@@ -7,9 +7,13 @@
      "ranks": {"4": {"up": ..., "down": ...}},             # of replica 1, shard 1: 4 = 1 * 3 + 1
      "shards": {...}}                                      # of the shard dimension, if it is compressed too
 
+Where Adam's momentum is exchanged there is "adam", and "q", "s" and "levels" of every rank, as in _state.py; they are
+those of its shards.
+
 On another mesh residuals are redistributed: for each parameter the mean of the replicas' residuals, and the residuals
 of the owners, are put together from the old shards and cut into the new ones. So the sum of the residuals, in units of
-the mean gradient, stays the same.
+the mean gradient, stays the same. So is s, of which new replicas get the mean; they begin with a q of zero. A new shard
+has the share in the level of its parameter that it has in the elements.
 """
 
 from typing import TYPE_CHECKING, Any, Mapping, Sequence
@@ -42,20 +46,24 @@ def save(hook: "ReplicaHook") -> State:
         "learned": _state.byte_tensors(learned),
         "ranks": {str(mesh.replica * mesh.shards + mesh.shard): _state.ranks_part(feedback, hook._residual)},
     }
+    if hook._momentum is not None:
+        next(iter(state["ranks"].values())).update(_state.own_moments(hook._momentum))
+        state["adam"] = _state.adam_part(hook._momentum)
     if hook._shards is not None:
         state["shards"] = hook._shards.state_dict()
     return state
 
 
 def load(hook: "ReplicaHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-    def prepare() -> "tuple[tuple[State, _core.ModelCoder], Handshake]":
+    def prepare() -> "tuple[tuple[State, State, _core.ModelCoder], Handshake]":
         if hook._open:
             raise UsageError("a step is under way; load a state between two steps", field="step")
         whole, replicas, shards = _merged(state)
         _check_shapes(whole, hook._mesh.parameters)
-        model = hook._fresh_model()
+        model = hook._fresh_model(whole["adam"]["taken"] if "adam" in whole else 0)
         current = model.state()
         part = _part_for(hook, whole, replicas, shards, current)
+        adam = _state.adam_for(hook._momentum, whole, part)
         _state.check_part(part, current)
         feedback = _state.feedback_of(part, _state.dtype_name(hook._residual))
         for name in current.extra():
@@ -64,13 +72,18 @@ def load(hook: "ReplicaHook", state: Mapping[str, Any] | Sequence[Mapping[str, A
             if key in whole["learned"]:
                 feedback.set_extra(name, _state.bytes_of(whole["learned"][key]))
         model.restore(feedback)
-        return (whole, model), [("step", str(whole["step"])), ("mesh of the state", whole["mesh"])]
+        terms = [("step", str(whole["step"])), ("mesh of the state", whole["mesh"])]
+        terms += [(field, str(value)) for field, value in _state.adam_terms(adam).items()]
+        return (whole, adam, model), terms
 
-    whole, model = hook._agreed("load_state_dict", _state.refusing(prepare))
+    whole, adam, model = hook._agreed("load_state_dict", _state.refusing(prepare))
     if hook._shards is not None and "shards" in whole:
         hook._shards.load_state_dict(whole["shards"])
     hook.step = hook._meters.steps = whole["step"]
     hook._replace_model(model)
+    hook._warm = hook._is_warm(adam["taken"])
+    if hook._momentum is not None:
+        hook._momentum.restore(adam)
 
 
 def _merged(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> tuple[State, int, int]:
@@ -145,6 +158,24 @@ def _part_for(hook: "ReplicaHook", whole: State, replicas: int, shards: int, cur
             cuts[direction, name] = parameters[name].cut(old, mesh.shards)[mesh.shard].reshape(-1)
         key = name if direction == "up" else f"{name}@{first}"
         part[direction][key] = cuts[direction, name][first : first + count].clone()
+    if "adam" in whole:
+        part |= _moments_for(hook, ranks, replicas, shards)
+    return part
+
+
+def _moments_for(hook: "ReplicaHook", ranks: Mapping[str, Any], replicas: int, shards: int) -> State:
+    """What momentum is exchanged with, on this mesh."""
+    part: State = {"q": {}, "s": {}, "levels": {}}
+    for one in hook._mesh.parameters:
+        whole = _together(one, ranks, "s", replicas, shards)
+        part["s"][one.name] = one.cut(whole, hook._mesh.shards)[hook._mesh.shard].reshape(one.shard_shape).clone()
+        means = [
+            sum(_sized(ranks[str(replica * shards + shard)]["levels"][one.name], 1, one.name).double()
+                for replica in range(replicas)) / replicas
+            for shard in range(shards)
+        ]  # fmt: skip
+        level = torch.stack([torch.as_tensor(mean) for mean in means]).norm()
+        part["levels"][one.name] = (level * (one.count / max(one.elements, 1)) ** 0.5).reshape(())
     return part
 
 
@@ -152,7 +183,7 @@ def _together(
     parameter: Parameter, ranks: Mapping[str, Any], direction: str, replicas: int, shards: int
 ) -> torch.Tensor:
     """The residual of a whole parameter, from all shards: the mean over the replicas on the way up, and on the way down
-    what each owner has."""
+    what each owner has. Also s, as a mean over the replicas."""
     pieces = parameter.cut(torch.zeros(parameter.shape), shards)
     name, found = parameter.name, False
     for shard, piece in enumerate(pieces):
@@ -160,7 +191,7 @@ def _together(
         for replica in range(replicas):
             residuals = ranks[str(replica * shards + shard)][direction]
             for key, values in residuals.items():
-                if direction == "up" and key == name:
+                if direction != "down" and key == name:
                     flat += _sized(values, flat.numel(), key).double().reshape(-1) / replicas
                     found = True
                 elif direction == "down" and key.rpartition("@")[0] == name:
@@ -170,15 +201,16 @@ def _together(
                     flat[first : first + values.numel()] = values.double().reshape(-1)
                     found = True
         pieces[shard] = flat.float().reshape(piece.shape)
-    if not found and direction == "up":
-        raise UsageError(f"the state has no {direction} residual of parameter '{name}'", field=name)
+    if not found and direction != "down":
+        what = "up residual" if direction == "up" else direction
+        raise UsageError(f"the state has no {what} of parameter '{name}'", field=name)
     return torch.cat([piece for piece in pieces if piece.numel()] or pieces[:1], dim=parameter.shard_dim)
 
 
 def _sized(values: torch.Tensor, count: int, name: str) -> torch.Tensor:
     if values.numel() != count:
         raise UsageError(
-            f"a shard of parameter '{name}' has {count} elements; its residual in the state has {values.numel()}",
+            f"a shard of parameter '{name}' has {count} elements; what the state has for it has {values.numel()}",
             field=name,
         )
     return values

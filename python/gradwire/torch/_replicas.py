@@ -16,27 +16,24 @@ import functools
 import struct
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from .. import _arrays, _core
 from .._errors import UnsupportedError, UsageError
-from . import _fsdp, _hook, _replica_state, _state
+from . import _fsdp, _hook, _replica_state
 from ._agree import Handshake, agreed_on_mesh
 from ._chunks import CHUNK, FINE_CHUNK, SLOW, Chunk, ChunkKey, split
 from ._compress import refuse_foreign
 from ._hook import DTYPES, Hook
 from ._meters import Meters
-from ._replica_group import Replicas, Unit, find, parameters_in_buffer
-from ._rules import check_patterns, rules_of
+from ._reduce_hook import Made, ReduceHook
+from ._replica_group import Replicas, Unit, buffer_of_caller, find
 from ._task import Times, core_device
 from ._transport import Transport
 from ._units import Channel, factor_of
-
-if TYPE_CHECKING:
-    from ._adam import Momentum
 
 
 def attach(model: torch.nn.Module, codec: Any, options: dict[str, Any]) -> Hook:
@@ -48,10 +45,13 @@ def attach(model: torch.nn.Module, codec: Any, options: dict[str, Any]) -> Hook:
     def prepare() -> tuple[ReplicaHook, Handshake]:
         refuse_foreign("HSDP", options)
         hook = ReplicaHook(model, found, codec, options)
-        return hook, hook._handshake()
+        return hook, hook._handshake() + hook._optimizer_terms
 
     timeout = _hook.valid_timeout(options.get("timeout"))
-    hook = agreed_on_mesh(found.groups, found.members, "compress", prepare, timeout)
+    # The moments of an optimizer are those of shards: replicas have the same ones.
+    hook = agreed_on_mesh(
+        found.groups, found.members, "compress", prepare, timeout, first_only=lambda hook: hook._moment_terms
+    )
     hook._connect()
     _fsdp.replace_hook(model, hook)
     for unit in found.units:
@@ -60,13 +60,16 @@ def attach(model: torch.nn.Module, codec: Any, options: dict[str, Any]) -> Hook:
         hook._shards._place(model)
     if hook._scaler is not None:
         hook._handles.append(model.register_forward_pre_hook(lambda *_: hook._prefetch_scale()))
+    if hook._momentum is not None:
+        hook._momentum.attach()
+    hook._watch_optimizers()
     return hook
 
 
-class ReplicaHook(Hook):
+class ReplicaHook(ReduceHook):
     """The hook of a model that `fully_shard` or `replicate` has replicated."""
 
-    _momentum: "Momentum | None" = None  # for Chunk: gradients are exchanged
+    _accumulation = "set_requires_all_reduce(False) or set_requires_gradient_sync(False)"
 
     def __init__(self, model: torch.nn.Module, found: Replicas, codec: Any, given: dict[str, Any]) -> None:
         self.step = 0
@@ -82,17 +85,20 @@ class ReplicaHook(Hook):
         self._min_elements = _arrays.whole(given["min_elements"], "min_elements", 2**40)
         self._warmup = _hook.steps(given.get("warmup", 0), "warmup")
         self._residual = _hook.residual_dtype(given["residual"])
-        feedback = _hook.switch(given["feedback"], "feedback")
+        feedback = self._feedback = _hook.switch(given["feedback"], "feedback")
         self._channel = Channel("*=fp32", self._device, self._threads)  # small collectives, and the end of a step
         self._model_options: dict[str, Any] = {
             "method": given.get("method", "scatter"),
             "feedback": "codec" if feedback is None else "on" if feedback else "off",
             "owner_feedback": "off" if _hook.switch(given.get("owner_feedback"), "owner_feedback") is False else "on",
             "residual": DTYPES[self._residual],
+            "decay": 1.0,
             "seed": _arrays.whole(given["seed"], "seed"),
             "steps": _arrays.whole(given.get("steps", 0), "steps", 10**9),
         }
-        self._use(*self._model_for(codec, given.get("down")))
+        self._index = {id(parameter): i for i, parameter in enumerate(found.sharded)}
+        self._name_optimizer(given, codec, self._named(given), model, _fsdp.hook_of(model), found.shard_group)
+        self._first_model(codec, given.get("down"))
         self._shards = self._make_shards(model, given)
         self._skipped_before = 0  # by models of earlier codecs
         self._times = Times()
@@ -123,26 +129,36 @@ class ReplicaHook(Hook):
         options |= {name: given[name] for name in ("steps",) if name in given}
         return _fsdp.make(model, gradients, {name: one for name, one in options.items() if name != "weights" or one})
 
-    def _model_for(self, codec: Any, down: Any) -> tuple[str, Any, "_core.ModelCoder"]:
-        """The rules for gradients, `down` as it was given, and a coder for both."""
-        up = rules_of(codec, self._min_elements)
-        check_patterns(up, self._names, "parameter")
-        down_rules = ""
-        if down is not None:
-            down_rules = rules_of(down, self._min_elements, "down")
-            check_patterns(down_rules, self._names, "parameter", "down")
+    def _named(self, given: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:
+        """The parameters by name, as an optimizer has them."""
+        for one in self._mesh.parameters if given.get("optimizer") is not None else []:
+            if one.offloaded:
+                raise UnsupportedError(
+                    f"parameter '{one.name}' is offloaded to the CPU; with optimizer= it must be where its gradient is "
+                    "reduced, because what is exchanged comes from the optimizer's moments",
+                    field="offload_policy",
+                )
+            if one.dtype == torch.float16:
+                raise UnsupportedError(
+                    f"the gradient of parameter '{one.name}' is reduced as float16; with optimizer= allowed are "
+                    "float32 and bfloat16, because Adam's second moments need their range",
+                    field="dtype",
+                )
+        return dict(zip(self._names, self._mesh.sharded))
+
+    def _coder(self, up: str, down: str, options: dict[str, Any]) -> "_core.ModelCoder":
         tensors = [
             (parameter.name, parameter.count, DTYPES[parameter.dtype], len(parameter.shape))
             for parameter in self._mesh.parameters
         ]
-        options = self._model_options | {
+        options = options | {
             # The same elements of different shards are rounded independently of each other.
-            "seed": (self._model_options["seed"] + (self._mesh.shard << 32)) % 2**64,
+            "seed": (options["seed"] + (self._mesh.shard << 32)) % 2**64,
             "rank": self._mesh.replica,
             "world": self._world,
             "device": core_device(self._device, self._channel.stream, self._threads),
         }
-        return up, down, _core.ModelCoder(tensors, up=self._by_whole(up), down=self._by_whole(down_rules), **options)
+        return _core.ModelCoder(tensors, up=self._by_whole(up), down=self._by_whole(down), **options)
 
     def _by_whole(self, rules: str) -> str:
         """Rules that give a shard the codec of its whole parameter: "<N" is about parameters, and the coder sees
@@ -156,14 +172,13 @@ class ReplicaHook(Hook):
         return exceptions + rules
 
     def _codecs(self, rules: str) -> "list[_core.Codec]":
-        """The codec of each parameter."""
         chosen = _core.Rules(rules)
         return [chosen.codec_for(one.name, len(one.shape), one.elements) for one in self._mesh.parameters]
 
     def _use(self, codec: str, down: Any, model: "_core.ModelCoder") -> None:
         self.codec, self._down, self._model = codec, down, model
         # Every codec is fp32: the process group's own all-reduce gives the bits of plain FSDP2.
-        self._plain = down is None and all(str(one) == "fp32" for one in self._codecs(codec))
+        self._plain = self._is_exact(codec, down)
 
     def __repr__(self) -> str:
         removed = ", removed" if self._removed else ""
@@ -173,6 +188,7 @@ class ReplicaHook(Hook):
     def _handshake(self, codec: str | None = None, down: Any = None) -> Handshake:
         down = self._down if down is None else down
         terms = [("codec", codec or self.codec), ("down", str(down)), ("device", self._device.type)]
+        terms.append(("optimizer", self._optimizer_kind))
         terms += [(name, str(value)) for name, value in self._model_options.items()]
         terms += [("warmup", str(self._warmup)), ("mesh", f"{self._mesh.replicas} x {self._mesh.shards}")]
         for one in self._mesh.parameters:
@@ -195,6 +211,7 @@ class ReplicaHook(Hook):
         self._handles.clear()
         if self._shards is not None:
             self._shards.remove()
+        self._let_optimizer_go()
         self._chunks.clear()
         self._release()  # at most once
 
@@ -213,7 +230,7 @@ class ReplicaHook(Hook):
         where the same codec is used again.
         """
 
-        def prepare() -> tuple[tuple[str, Any, "_core.ModelCoder"], Handshake]:
+        def prepare() -> tuple[Made, Handshake]:
             if self._removed:
                 raise UsageError("the hook was removed; call compress to begin again", field="hook")
             self._check_idle("change the codec")
@@ -223,18 +240,15 @@ class ReplicaHook(Hook):
                     "call compress again",
                     field="gradients" if gradients is not None else "weights",
                 )
-            made = self._model_for(self.codec if codec is None else codec, self._down if down is None else down)
+            made = self._changed_model(self.codec if codec is None else codec, self._down if down is None else down)
             shard_codecs = f"{gradients}, {weights}"
             return made, [("step", str(self.step)), ("shards", shard_codecs), *self._handshake(made[0], made[1])]
 
-        rules, new_down, model = self._agreed("set_codec", prepare)
+        made = self._agreed("set_codec", prepare)
         if self._shards is not None and (gradients is not None or weights is not None):
             self._shards.set_codec(gradients, weights=weights)
-        state, dropped = _state.carried(self._model.state(), model.state(), self._model_options["residual"])
-        model.restore(state)
-        self._replace_model(model)
-        self._use(rules, new_down, model)
-        _state.log_dropped(dropped)
+        self._change_to(*made)
+        self._watch_optimizers()
 
     def _agreed(self, call: str, prepare: Any) -> Any:
         return agreed_on_mesh(self._mesh.groups, self._mesh.members, call, prepare, self._timeout)
@@ -244,11 +258,7 @@ class ReplicaHook(Hook):
             raise UsageError(f"a step is under way; {what} between two steps", field="step")
         self._synchronize()
 
-    def _fresh_model(self) -> "_core.ModelCoder":
-        return self._model_for(self.codec, self._down)[2]
-
     def _replace_model(self, model: "_core.ModelCoder") -> None:
-        """Between two steps."""
         self._skipped_before += self._model.skipped()
         self._model = model
         self._chunks.clear()
@@ -258,13 +268,24 @@ class ReplicaHook(Hook):
     def _all_reduce(self, unit: Unit, flat: torch.Tensor, options: Any) -> Any:
         """What FSDP calls for a unit, on its stream for all-reduces. Returns what torch is to wait for, or None."""
         self._enter(unit)
+        if self._momentum is not None and not self._open:
+            self._momentum.refuse_second_pass(range(len(self._names)))
+            self._momentum.begin(self._scale())
         if self._plain:
             self._open[unit.index] = None
             self._meters.sent(2 * flat.element_size() * flat.numel() * (self._world - 1) // self._world)
             return unit.group.allreduce([flat], options)
         self._transport.check()
-        tensors, gradients = unit.layout(flat, parameters_in_buffer())
-        done = self._submit(unit, flat, tuple(tensors), gradients, factor_of(options.reduceOp, self._world))
+        buffer = buffer_of_caller()
+        tensors, gradients = unit.layout(flat, buffer.parameters)
+        factor = factor_of(options.reduceOp, self._world)
+        if self._momentum is not None:
+            # Momentum is that of the gradient which the loop would see if there were no other replica.
+            if factor != buffer.divisor:
+                flat.mul_(factor / buffer.divisor)
+            self._momentum.put(tensors, gradients)
+            factor = buffer.divisor
+        done = self._submit(unit, flat, tuple(tensors), gradients, factor)
         self._open[unit.index] = done
         if done is not None and (self._transport.on_streams or not self._ends_itself or unit.is_read_early(flat)):
             done.wait()
@@ -298,7 +319,7 @@ class ReplicaHook(Hook):
             if key not in self._chunks:
                 self._chunks[key] = Chunk(self, *key)
         chunks = [self._chunks[key] for key in keys]
-        chunks[-1].settle = functools.partial(self._settle, chunks, unit, flat, factor)
+        chunks[-1].settle = functools.partial(self._settle, chunks, unit, flat, tensors, gradients, factor)
         for key, chunk in zip(keys, chunks):
             at = tensors.index(key[0][0])
             chunk.load(flat, gradients[at : at + len(key[0])], not self._is_begun, False)
@@ -307,10 +328,20 @@ class ReplicaHook(Hook):
             self._transport.submit(chunk)
         return done
 
-    def _settle(self, chunks: Sequence[Chunk], unit: Unit, flat: torch.Tensor, factor: float) -> None:
+    def _settle(
+        self,
+        chunks: Sequence[Chunk],
+        unit: Unit,
+        flat: torch.Tensor,
+        tensors: Sequence[int],
+        gradients: Sequence[torch.Tensor],
+        factor: float,
+    ) -> None:
         """In the thread that decodes, on the stream of the last chunk: the result as torch expects it."""
         for chunk in chunks[:-1]:
             chunks[-1].wait_for(chunk.stream)
+        if self._momentum is not None:
+            self._momentum.settle(tensors, gradients)
         if factor != 1:
             flat.mul_(factor)
         if self._mesh.shards > 1:
@@ -319,7 +350,7 @@ class ReplicaHook(Hook):
     def _begin(self, loss_scale: float) -> None:
         """At the first chunk, in the thread that encodes."""
         self._began = time.perf_counter()
-        self._model.begin(self.step, loss_scale=loss_scale, rate=self._rate, exact=self.step < self._warmup)
+        self._model.begin(self.step, loss_scale=loss_scale, rate=self._rate, exact=self._sends_exactly())
 
     def _end_step(self) -> None:
         """After a backward pass, when FSDP has reduced all units. Either all ranks call it or none."""
@@ -334,6 +365,9 @@ class ReplicaHook(Hook):
             raise failure
         if not results:
             return
+        if self._momentum is not None:
+            self._momentum.end()
+        self._look_after_watch()
         sent = 0
         if not self._plain:
             used, self._used = self._used if began else [], []
@@ -385,8 +419,8 @@ class ReplicaHook(Hook):
     def _stream(self) -> "torch.cuda.Stream | None":
         return self._channel.stream
 
-    def _scale_on_wire(self) -> float:
-        return self._scale()
+    def _finish_pass(self) -> None:
+        self._end_step()
 
     def _searches_unused(self) -> bool:
         return False  # FSDP leaves such parameters out
@@ -418,6 +452,7 @@ class ReplicaHook(Hook):
         skipped = self._skipped_before + self._model.skipped()
         report = self._meters.report(self.step, skipped, up, self._world, self._times, self._model.residual_bytes())
         report["plan"] = self._model.plans()
+        self._report_optimizer(report)
         report["mesh"] = {"replicas": self._mesh.replicas, "shards": self._mesh.shards}
         if self._shards is not None:
             report["shards"] = self._shards.stats()
@@ -425,7 +460,7 @@ class ReplicaHook(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must contain: the residuals of this rank by parameter name, what codecs have learned, the
-        step. Save it on every rank."""
+        step; where momentum is exchanged, also this rank's second moments. Save it on every rank."""
         self._check_idle("save the state")
         return _replica_state.save(self)
 

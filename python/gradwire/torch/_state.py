@@ -60,6 +60,16 @@ def feedback_of(part: Mapping[str, Any], dtype: str) -> "_core.ErrorFeedback":
     return feedback
 
 
+def adam_part(momentum: "Momentum") -> State:
+    """What is the same on all ranks of an exchange of momentum."""
+    return {
+        "taken": momentum.taken,
+        "next_pool": momentum.next_pool,
+        "clip": momentum.limits.clip,
+        "counts": {name: torch.tensor(counts) for name, counts in zip(momentum.names, momentum.counts)},
+    }
+
+
 def save(hook: "DdpHook", gather: str | None) -> State:
     if gather not in (None, "all", "merged"):
         raise UsageError(f"gather is {gather!r}; allowed are None, 'all' and 'merged'", field="gather")
@@ -69,7 +79,7 @@ def save(hook: "DdpHook", gather: str | None) -> State:
     ranks = {str(rank): ranks_part(feedback, dtype)}
     momentum = hook._momentum
     if momentum is not None:
-        ranks[str(rank)] |= _own_moments(momentum)
+        ranks[str(rank)] |= own_moments(momentum)
     if gather is not None:
         every: list[State | None] | None = [None] * hook._world if rank == 0 else None
         dist.gather_object(ranks, every, dst=dist.get_global_rank(hook._group, 0), group=hook._group)
@@ -86,12 +96,7 @@ def save(hook: "DdpHook", gather: str | None) -> State:
         "ranks": ranks,
     }
     if momentum is not None:
-        state["adam"] = {
-            "taken": momentum.taken,
-            "next_pool": momentum.next_pool,
-            "clip": momentum.limits.clip,
-            "counts": {name: torch.tensor(counts) for name, counts in zip(momentum.names, momentum.counts)},
-        }
+        state["adam"] = adam_part(momentum)
     if gather == "merged":
         every_feedback = [feedback_of(ranks[str(r)], dtype_name(dtype)) for r in range(hook._world)]
         one = _core.ErrorFeedback.redistribute(every_feedback, 1)[0]
@@ -105,7 +110,7 @@ def save(hook: "DdpHook", gather: str | None) -> State:
     return state
 
 
-def _own_moments(momentum: "Momentum") -> State:
+def own_moments(momentum: "Momentum") -> State:
     return {
         kind: {name: values.detach().cpu().clone() for name, values in zip(momentum.names, tensors)}
         for kind, tensors in (("q", momentum.q), ("s", momentum.s), ("levels", momentum.limits.levels.unbind()))
@@ -298,7 +303,7 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
             part = redistributed(whole, rank, world, dtype, how)
             part["q"] = {}
             part |= {kind: _mean_of_ranks(ranks, kind) if "adam" in whole else {} for kind in ("s", "levels")}
-        adam = _adam_for(hook, whole, part)
+        adam = adam_for(hook._momentum, whole, part)
         # Only a codec can say whether what it has learned makes sense. It says so to a coder of its own, so that a
         # state that is refused changes nothing.
         model = hook._fresh_model(adam["taken"])
@@ -316,8 +321,7 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
         model.restore(feedback)
         learned = {name: zlib.crc32(bytes_of(values)) for name, values in sorted(whole["learned"].items())}
         handshake = {"step": whole["step"], "world": then, "learned": learned, "exempt": whole["exempt"]}
-        handshake |= {name: adam[name] for name in ("taken", "next_pool", "clip", "counts")}
-        return (whole, adam, model), [(field, str(value)) for field, value in handshake.items()]
+        return (whole, adam, model), [(field, str(value)) for field, value in (handshake | adam_terms(adam)).items()]
 
     whole, adam, model = agreed(hook._group, "load_state_dict", refusing(prepare), hook._timeout)
     hook.step = whole["step"]
@@ -329,10 +333,14 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
         hook._momentum.restore(adam)
 
 
-def _adam_for(hook: "DdpHook", whole: Mapping[str, Any], part: Mapping[str, Any]) -> State:
+def adam_terms(adam: Mapping[str, Any]) -> dict[str, Any]:
+    """What ranks compare when they load a state."""
+    return {name: adam[name] for name in ("taken", "next_pool", "clip", "counts")}
+
+
+def adam_for(momentum: "Momentum | None", whole: Mapping[str, Any], part: Mapping[str, Any]) -> State:
     """What the exchange of momentum continues from, on this rank. The residuals of a state say nothing to a hook that
     exchanges something else."""
-    momentum = hook._momentum
     if momentum is None:
         if "adam" in whole:
             raise UsageError(
@@ -357,11 +365,11 @@ def _adam_for(hook: "DdpHook", whole: Mapping[str, Any], part: Mapping[str, Any]
         for name in sorted(set(momentum.names) ^ set(found)):
             where = "the state has no" if name in momentum.names else "this model does not have the"
             raise UsageError(f"{where} {kind} of parameter '{name}'", field=name)
-    for name, parameter in zip(momentum.names, momentum.parameters):
+    for name, mine in zip(momentum.names, momentum.s):
         for kind, values in (("q", q[name]), ("s", s[name])):
-            if values.shape != parameter.shape:
+            if values.shape != mine.shape:
                 raise UsageError(
-                    f"parameter '{name}' has the shape {tuple(parameter.shape)}; its {kind} in the state has "
+                    f"parameter '{name}' has the shape {tuple(mine.shape)}; its {kind} in the state has "
                     f"{tuple(values.shape)}",
                     field=name,
                 )
