@@ -136,7 +136,9 @@ TABLES = {
             Row("casq:bits=2"),
             Row("fft:theta=0.85"),
             Row("onebit"),
+            Row("onebit", options=("--down", "optquant:bits=4")),
             Row("topk:ratio=0.03"),
+            Row("topk:ratio=0.03", options=("--down", "optquant:bits=4")),
         ],
     ),
     "casq": Table(

@@ -171,6 +171,14 @@ def test_what_is_exchanged_follows_from_the_optimizer_and_the_codec(small):
     assert exchanged("--optimizer", "sgd", "--codec", "onebit") == "gradients"
 
 
+@pytest.mark.parametrize("codec", ["onebit", "topk:ratio=0.05"])
+def test_sgd_trains_by_gradients_whatever_adam_exchanges(small, codec):
+    arguments = [*small, "--optimizer", "sgd", "--codec", codec]
+    default, gradients, momenta = (train(*arguments, *more).weights
+                                   for more in ([], ["--exchange", "gradients"], ["--exchange", "momenta"]))
+    assert default == gradients != momenta
+
+
 def test_the_first_steps_have_a_codec_of_their_own_and_adams_first_step_is_exact(small):
     run = train(*small, "--optimizer", "adam", "--codec", "onebit", "--first-steps", 6)
     bits = [step["bits"] for step in run.of("step")]

@@ -226,7 +226,7 @@ class Momentum:
             if decay:
                 torch._foreach_add_(own, self._here(some), alpha=decay)
             in_place = all(one.dtype == torch.float32 for one in bucket)
-            u = bucket if in_place else torch._foreach_mul(own, 1.0)
+            u = bucket if in_place else list(torch._foreach_mul(own, 1.0))
             if in_place and (changed or decay or self._scale != 1):
                 torch._foreach_copy_(u, own)
             torch._foreach_lerp_(u, [self._moment(i).float() for i in some], beta1)
@@ -508,7 +508,7 @@ class Momentum:
         }
 
 
-def _clamp(u: Sequence[torch.Tensor], limits: Sequence[float], own: Sequence[torch.Tensor]) -> None:
+def _clamp(u: list[torch.Tensor], limits: list[float], own: list[torch.Tensor]) -> None:
     """Clamps each tensor to its limit, in place. An Inf of `own`, which u comes from, becomes a NaN and is not hidden.
     Each operation reads and writes all elements, and this is one of the most expensive parts of the exchange."""
     if own[0].is_cuda:
