@@ -26,7 +26,7 @@ from ._chunks import used_flags
 from ._ddp import DdpHook
 from ._register import PythonCodec
 
-_REFUSED = ("down", "method", "owner_feedback", "guard", "steps")
+_REFUSED = ("down", "method", "owner_feedback", "guard", "steps", "nodes")
 
 
 class PythonHook(DdpHook):

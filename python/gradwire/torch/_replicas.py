@@ -30,7 +30,7 @@ from ._compress import refuse_foreign
 from ._hook import DTYPES, Hook
 from ._meters import Meters
 from ._replica_group import Replicas, Unit, find, parameters_in_buffer
-from ._rules import check_patterns, rules_of
+from ._rules import by_whole, check_patterns, rules_of
 from ._task import Times, core_device
 from ._transport import Transport
 from ._units import Channel, factor_of
@@ -145,15 +145,7 @@ class ReplicaHook(Hook):
         return up, down, _core.ModelCoder(tensors, up=self._by_whole(up), down=self._by_whole(down_rules), **options)
 
     def _by_whole(self, rules: str) -> str:
-        """Rules that give a shard the codec of its whole parameter: "<N" is about parameters, and the coder sees
-        shards."""
-        if not rules:
-            return ""
-        chosen, exceptions = _core.Rules(rules), ""
-        for parameter, wanted in zip(self._mesh.parameters, self._codecs(rules)):
-            if str(chosen.codec_for(parameter.name, len(parameter.shape), parameter.count)) != str(wanted):
-                exceptions += f"{parameter.name}={wanted};"
-        return exceptions + rules
+        return by_whole(rules, [(one.name, len(one.shape), one.elements, one.count) for one in self._mesh.parameters])
 
     def _codecs(self, rules: str) -> "list[_core.Codec]":
         """The codec of each parameter."""
