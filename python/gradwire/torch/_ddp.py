@@ -23,6 +23,7 @@ from ._adam import DOWN_CODEC, WARMUP_CODEC, Momentum, default_warmup
 from ._agree import Handshake, agreed
 from ._chunks import CHUNK, FINE_CHUNK, SLOW, Chunk, ChunkKey, split, used_flags
 from ._compress import refuse_foreign
+from ._exposed import Exposed, with_exposed
 from ._hook import DTYPES, Hook
 from ._meters import Meters
 from ._rules import check_patterns, rules_of, with_codec
@@ -256,7 +257,7 @@ class DdpHook(Hook):
         made = self._model_for(codec, given.get("down"))  # also where it is used only later: it may be refused
         self._use(*(self._model_for(codec, given.get("down"), self._warm) if self._warm else made))
         self._skipped_before = 0  # by models of earlier codecs
-        self._times = Times()
+        self._times, self._exposed = Times(), Exposed(self._device)
         self._meters = Meters(self._names, self._counts(), self._options["measure_every"], guard)
         self._meters.whole, self._meters.layout = sum(p.numel() for p in self._parameters), layout
         self._chunks: dict[ChunkKey, Chunk] = {}
@@ -395,6 +396,7 @@ class DdpHook(Hook):
         self._replace_model(model)
         self._use(codec, down, model)
         self._meters.errors.clear()
+        self._exposed.restart()
         _state.log_dropped(dropped)
 
     def _follow_phase(self) -> None:
@@ -427,9 +429,15 @@ class DdpHook(Hook):
     def _comm_hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         self._check_layout(buffer)
+        if not self._plain:
+            self._transport.check()
+        if bucket.index() == 0:
+            compares = not self._plain and self._world > 1
+            self._exposed.begin((lambda values: dist.all_reduce(values, group=self._group)) if compares else None)
+        if self._is_metered:
+            self._exposed.handed(buffer, bucket.is_last())
         if self._plain:
             return self._all_reduce(bucket)
-        self._transport.check()
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[self._device] if self._stream else None
         )
@@ -502,7 +510,17 @@ class DdpHook(Hook):
         if bucket.is_last():
             self.step += 1
             self._step_done(None)
-        return _plain_mean(bucket, self._group)
+        result = _plain_mean(bucket, self._group)
+        return result.then(self._landed) if self._is_metered else result
+
+    def _landed(self, result: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        self._exposed.landed()
+        return result.value()
+
+    @property
+    def _is_metered(self) -> bool:
+        """Whether it can be known what a step waits for. The all-reduce of NCCL is not ours to follow."""
+        return not self._plain or self._device.type == "cpu"
 
     def _scale_on_wire(self) -> float:
         """Momentum is exchanged without the loss scale."""
@@ -530,6 +548,8 @@ class DdpHook(Hook):
         for exempt in self._step_done(self._transport):
             self._model.exempt(exempt)
         self.step += 1
+        self._exposed.done(torch.cuda.current_stream(self._device) if self._stream is not None else None)
+        self._exposed.judge(self._transport.gather_everywhere, self.codec, dist.get_rank(self._group) == 0)
 
     def _check_results(self) -> None:
         """Before a step is decided: all ranks see the same results, and the core has checked them."""
@@ -564,7 +584,12 @@ class DdpHook(Hook):
         sent, in the last step; 1.0 where nothing is sent.
         last_step, all_steps: the same numbers for the last step, and for all steps since `compress`. "bytes": to other
         ranks; "fp32_bytes": those of an uncompressed ring all-reduce; "bytes_saved": fp32_bytes - bytes; "seconds":
-        "encode" and "decode" (processor time, or wall time if a GPU does the work) and "wait" (for other ranks).
+        "encode" and "decode" (processor time, or wall time if a GPU does the work), "wait" (for other ranks) and
+        "exposed": from when the last gradients were handed over until the last result was there, which is what the
+        training waits for (None where it cannot be known).
+        judged: after 50 steps "exposed", the median of that, and "plain", what the wait for torch's own all-reduce
+        would be, both on the slowest rank; empty before, and where that cannot be known. If the first is more than 1.1
+        of the second, rank 0 warns once.
         With nodes= there are also nodes: how many there are, and ranks in each; and in last_step and all_steps
         "node_bytes": of the bytes, those to other nodes; "fp32_node_bytes": those of an fp32 all-reduce of the same
         shards between nodes. ratio is the ratio of these two then.
@@ -581,6 +606,7 @@ class DdpHook(Hook):
         skipped = self._skipped_before + self._model.skipped()
         report = self._meters.report(self.step, skipped, up, self._world, self._times, self._model.residual_bytes())
         report["plan"] = self._model.plans()
+        with_exposed(report, self._exposed.seconds() if self._is_metered else (None, None), self._exposed.judged)
         if self._momentum is not None:
             report["optimizer"] = self._momentum.report(self._options["warmup"])
         elif self._optimizer_kind != "none":
