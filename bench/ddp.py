@@ -5,10 +5,12 @@ docs/measuring.md says what each one means.
 
     python3 bench/ddp.py links --codec optquant:bits=4 --codec optquant:bits=2 --codec onebit
     python3 bench/ddp.py loss  --codec onebit --codec topk:ratio=0.025 --codec fft:theta=0.9,bits=9
+    python3 bench/ddp.py links --boxes 2 --codec qsgd:bits=4 --codec "qsgd:bits=4 nodes=2"
     python3 bench/ddp.py links --rates none --rounds 3 --dry-run          torch's own hooks only, nothing appended
 
 `links`: seconds per training step of 4 ranks, each in a network namespace of its own, joined by a bridge and shaped by
-`tc ... tbf` at both ends of every link (root, ip and tc are needed). All variants live in the same four processes and
+`tc ... tbf` at both ends of every link (root, ip and tc are needed). With --boxes 2 there are two namespaces with two
+ranks each, and what ranks of one namespace send to each other is not shaped. All variants live in the same four processes and
 take turns: "none" (no communication), "fp32" (plain DDP), "fp16" (torch's hook), "powersgd4" (torch's, rank 4, one
 bucket), and one per --codec. Ratios are taken to the neighbouring block of the other variant, and their median is
 reported. At each rate the step has next to no compute; at the rates of --compute-rates it is measured again with
@@ -86,7 +88,8 @@ def wanted_speedup(rate, bits):
     return ""
 
 
-def link_rows(rows, rate, turns, codecs, command, compute, note):
+def link_rows(rows, rate, turns, codecs, command, compute, note, boxes):
+    of_whom = "rank" if boxes == WORLD else "box"
     note = f"{turns.rounds} rounds; {note}"
     suffix = "_compute" if compute else ""
     for name, seconds in turns.seconds.items():
@@ -106,7 +109,7 @@ def link_rows(rows, rate, turns, codecs, command, compute, note):
             "speedup_over_fp32",
             1 / turns.ratio(name, "fp32"),
             "1",
-            wanted_speedup(rate, bits),
+            wanted_speedup(rate, bits) if boxes == WORLD else "",
             "median of the ratios to neighbouring blocks",
         )
         rows.add(
@@ -114,12 +117,14 @@ def link_rows(rows, rate, turns, codecs, command, compute, note):
             "sent_bytes",
             statistics.median(turns.sent[name]),
             "B",
-            note="left the interface of a rank in a step, heads and acknowledgements included; mean over ranks",
+            note=f"left the interface of a {of_whom} in a step, heads and acknowledgements included; mean over all",
         )
         if name in codecs:
             rows.add(of, "bits_per_element", bits, "bit", note="sent up, as the hook counts")
             bound, meaning = "", ""
-            if rate == "1gbit" and 3.5 < bits < 5:
+            if boxes < WORLD:
+                pass  # the targets are for ranks that share no box
+            elif rate == "1gbit" and 3.5 < bits < 5:
                 bound, meaning = "<= 0.8", "; 'well below' is taken as 0.8"
             elif rate == "100mbit" and bits <= 1.5:
                 bound = "<= 1"
@@ -134,7 +139,7 @@ def link_rows(rows, rate, turns, codecs, command, compute, note):
             )
 
 
-def overlap_rows(rows, rate, alone, together, codecs, command, note):
+def overlap_rows(rows, rate, alone, together, codecs, command, note, boxes):
     print()
     for name in alone.seconds:
         if name == "none":
@@ -142,7 +147,7 @@ def overlap_rows(rows, rate, alone, together, codecs, command, note):
         cost = alone.median(name) - alone.median("none")
         left = together.median(name) - together.median("none")
         bits = alone.bits(name)
-        bound = ">= 0.6" if rate == "1gbit" and name in codecs and 3.5 < bits < 5 else ""
+        bound = ">= 0.6" if rate == "1gbit" and boxes == WORLD and name in codecs and 3.5 < bits < 5 else ""
         rows.add(
             made_by(command, name, codecs),
             "overlap",
@@ -153,9 +158,10 @@ def overlap_rows(rows, rate, alone, together, codecs, command, note):
         )
 
 
-def plain_rate(ranks, rate):
+def plain_rate(ranks, rate, boxes):
+    """From the first rank of another box."""
     size = {"1gbit": 40_000_000, "100mbit": 6_000_000}.get(rate, 200_000_000)
-    return ranks.ask({"plain": size})[0]["rate"]
+    return ranks.ask({"plain": size, "from": WORLD // boxes if boxes > 1 else 1})[0]["rate"]
 
 
 def links(options):
@@ -163,29 +169,37 @@ def links(options):
     rows = Rows()
     codecs = [variant_of(text) for text in options.codec]
     names = [variant["name"] for variant in RIVALS + codecs]
+    boxes = options.boxes
     with (
-        Network(WORLD) as network,
-        Ranks("ddp_worker.py", WORLD, network.where, "eth0", network.address(0), options) as ranks,
+        Network(boxes) as network,
+        Ranks(
+            "ddp_worker.py",
+            WORLD,
+            lambda rank: network.where(rank * boxes // WORLD),
+            "eth0",
+            network.address(0),
+            options,
+        ) as ranks,
     ):
         made = ranks.ask({"make": RIVALS + codecs}, options.timeout + 60)[0]
         print(f"{made['parameters']} parameters, {WORLD} ranks; {load_note()}", file=sys.stderr)
         for rate in options.rates:
             network.shape(None if rate == "none" else rate, burst_of(rate))
-            plain = plain_rate(ranks, rate)
+            plain = plain_rate(ranks, rate, boxes)
             shaping = "no shaping" if rate == "none" else f"tc tbf rate {rate}"
             note = f"a plain TCP stream gets {8 * plain / 1e6:.0f} Mb/s; {load_note()}"
-            command = f"links --rates {rate}"
+            command = f"links --rates {rate}" + ("" if boxes == WORLD else f" --boxes {boxes}")
             alone = Turns().take(ranks, names, False, options)
             show(alone, f"{shaping}, plain TCP {8 * plain / 1e6:.0f} Mb/s, no compute, {alone.rounds} rounds")
-            link_rows(rows, rate, alone, [variant["name"] for variant in codecs], command, False, note)
+            link_rows(rows, rate, alone, [variant["name"] for variant in codecs], command, False, note, boxes)
             if rate in options.compute_rates:
                 together = Turns().take(ranks, names, True, options)
                 what = f"{options.compute_ms:g} ms of {options.compute_kind} a rank"
                 show(together, f"{shaping}, {what}, {together.rounds} rounds")
                 command += f" --compute-rates {rate} --compute-ms {options.compute_ms:g}"
                 command += f" --compute-kind {options.compute_kind}"
-                link_rows(rows, rate, together, [variant["name"] for variant in codecs], command, True, note)
-                overlap_rows(rows, rate, alone, together, [variant["name"] for variant in codecs], command, note)
+                link_rows(rows, rate, together, [variant["name"] for variant in codecs], command, True, note, boxes)
+                overlap_rows(rows, rate, alone, together, [variant["name"] for variant in codecs], command, note, boxes)
     rows.append(options.dry_run)
 
 
@@ -285,6 +299,9 @@ def main():
         type=lambda text: text.split(","),
         default=["1gbit", "100mbit", "none"],
         help="as tc writes them, with commas; none: not shaped",
+    )
+    group.add_argument(
+        "--boxes", type=int, choices=[1, 2, 4], default=WORLD, help="namespaces, each with equally many of the 4 ranks"
     )
     group.add_argument("--rounds", type=int, default=15, help="turns of every variant")
     group.add_argument("--steps", type=int, default=2, help="steps of a block; one where a step is slow")

@@ -3,7 +3,7 @@
 
     {"make": [variant, ...]}                          one DDP per variant over the same process group, and warm steps
     {"block": variant, "steps": n, "compute": bool}   n steps after a barrier: seconds, bytes sent, what the hook says
-    {"plain": bytes}                                  rank 1 sends that much to rank 0 over a plain TCP connection
+    {"plain": bytes, "from": r}                       rank r sends that much to rank 0 over a plain TCP connection
     {"train": variant, "steps": n, "seed": s, ...}    a real training from the start: losses
 
 A variant is {"name": ..., "kind": "none" | "fp32" | "fp16" | "powersgd" | "gradwire", ...}. The model has the parameter
@@ -225,7 +225,7 @@ class Rank:
                     rate = (got - base) / (last - began)
         else:
             dist.barrier()
-            if rank == 1:
+            if rank == order["from"]:
                 with socket.create_connection((self.options.first, PLAIN_PORT), timeout=30) as link:
                     link.sendall(bytes(size))
         dist.barrier()

@@ -20,9 +20,10 @@ import gradwire.torch as gw
 COST = {"bytes", "fp32_bytes", "bytes_saved", "seconds"}
 
 
-def checked(last: dict[str, Any], every: dict[str, Any]) -> None:
+def checked(last: dict[str, Any], every: dict[str, Any], exposed: bool = False) -> None:
     for cost in (last, every):
-        assert cost.keys() == COST and cost["seconds"].keys() == {"encode", "wait", "decode"}
+        assert cost.keys() == COST
+        assert cost["seconds"].keys() == {"encode", "wait", "decode"} | ({"exposed"} if exposed else set())
         assert cost["bytes_saved"] == cost["fp32_bytes"] - cost["bytes"] and min(cost["seconds"].values()) >= 0
     for kind in ("encode", "wait", "decode"):
         assert last["seconds"][kind] <= every["seconds"][kind]
@@ -42,7 +43,8 @@ def test_the_last_step_and_all_steps_are_told_apart(ranks: Ranks) -> None:
     for found in ranks.run(2, counted):
         for steps, stats in enumerate(found):
             last, every = stats["last_step"], stats["all_steps"]
-            checked(last, every)
+            checked(last, every, exposed=True)
+            assert (last["seconds"]["exposed"] > 0) == (steps > 0) and stats["judged"] == {}
             assert every["fp32_bytes"] == steps * 4 * 512 * 512 and every["bytes"] == steps * last["bytes"]
             assert last["fp32_bytes"] == (4 * 512 * 512 if steps else 0) and stats["steps"] == steps
             if steps:

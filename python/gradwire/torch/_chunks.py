@@ -16,6 +16,7 @@ from ._transport import Exchange, Transport
 if TYPE_CHECKING:
     from ._adam import Momentum
     from ._meters import Meters
+    from ._node_bucket import NodeBucket
 
 # Elements of a chunk. On a link that carries fewer than SLOW bytes per second FINE_CHUNK fills the link best; on a
 # faster link CHUNK takes the least work of the processor.
@@ -84,6 +85,7 @@ class Chunk(CodingTask):
         self.future: "torch.futures.Future[torch.Tensor] | None" = None
         self.settle: Callable[[], None] | None = None  # what remains to be done with a bucket when its chunks are done
         self.used: torch.Tensor | None = None  # which gradients are not zero, where they were replaced since
+        self.inside: "NodeBucket | None" = None  # which the gradients are pieces of, on nodes of several ranks
 
     def load(self, buffer: torch.Tensor, gradients: list[torch.Tensor], first: bool, last: bool) -> None:
         """The gradients of this step. `first` and `last` say whether the chunk begins or ends the step."""
@@ -104,6 +106,8 @@ class Chunk(CodingTask):
             self.hook._begin(self.loss_scale)
         self.hook._used.append(self)
         self.wait_for(self.hook._stream)  # on which the previous step was ended
+        if self.inside is not None:
+            self.wait_for(self.inside.stream)
         with self.on_stream():
             with self.measure("encode", "up"):
                 self.coder.begin(self._unused())
@@ -117,6 +121,8 @@ class Chunk(CodingTask):
         does."""
         if not self.hook._searches_unused():
             return []
+        if self.inside is not None:  # a piece that is zero says nothing about its parameter
+            return [self.inside.idle[self.inside.index[tensor]] for tensor in self.tensors]
         used = used_flags(self.gradients) if self.used is None else self.used
         unused = [1 - flag for flag in self.transport.any_rank(used)]
         if self.hook._momentum is not None:

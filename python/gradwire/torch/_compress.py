@@ -15,7 +15,7 @@ from ._unwrap import described, model_around, optimizer_inside, refuse_no_module
 
 # The kinds of models that have an option. HSDP: FSDP2 with replicas, by a mesh of two dimensions or by replicate().
 _ONLY = {
-    **dict.fromkeys(("measure_every", "guard", "decay"), ("DDP",)),
+    **dict.fromkeys(("measure_every", "guard", "decay", "nodes"), ("DDP",)),
     **dict.fromkeys(("optimizer", "clip", "down", "method", "owner_feedback", "warmup", "timeout"), ("DDP", "HSDP")),
     "weights": ("FSDP2", "HSDP"),
     "gradients": ("HSDP",),
@@ -45,6 +45,7 @@ def compress(
     guard: float | None = None,
     threads: int = 1,
     timeout: timedelta | float | None = None,
+    nodes: "int | str | None" = None,
 ) -> Hook:
     """Compresses what a distributed model sends, and returns the hook, which holds the state. All ranks must call it.
 
@@ -76,7 +77,7 @@ def compress(
         known.
     threads: processor threads that encode and decode.
 
-    Only for DDP, and all but decay, measure_every and guard for HSDP:
+    Only for DDP, and all but decay, measure_every, guard and nodes for HSDP:
 
     optimizer: the torch.optim.Adam or AdamW that trains the model. With a codec that has error feedback, ranks (under
         HSDP: replicas, each with its shards) then exchange Adam's momentum in units of the update, and p.grad is the
@@ -101,6 +102,11 @@ def compress(
     guard: a limit for that squared relative error, ||x - x'||^2 / ||x||^2. A parameter that exceeds it on any rank is
         sent uncompressed from then on, with a warning. Sets measure_every to 50 where it is not given.
     timeout: seconds until a rank that does not answer is an error. Default: the time-out of the model's process group.
+    nodes: two levels, for nodes of several ranks that are joined by a slow link. Gradients are reduced within a node
+        uncompressed, each rank gets a shard of the sum, and only the shards are compressed, and exchanged between the
+        ranks with the same place in all nodes. A number: so many nodes of consecutive ranks. "auto": found out, by
+        torchrun's words or by host names. All nodes must have equally many ranks. With one node gradients are left to
+        torch; with one rank in each node there is only one level. Refused with optimizer=. Default: one level.
 
     Only for HSDP:
 
@@ -123,7 +129,7 @@ def compress(
     specific = {
         "gradients": gradients, "weights": weights, "down": down, "method": method, "owner_feedback": owner_feedback,
         "decay": decay, "warmup": warmup, "steps": steps, "measure_every": measure_every, "guard": guard,
-        "timeout": timeout, "optimizer": optimizer, "clip": clip,
+        "timeout": timeout, "optimizer": optimizer, "clip": clip, "nodes": nodes,
     }  # fmt: skip
     options |= {name: value for name, value in specific.items() if value is not None}
     if kind == "DDP":

@@ -18,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _arrays, _core
 from .._errors import UnsupportedError, UsageError
-from . import _hook, _register, _state
+from . import _hook, _nodes, _register, _state
 from ._agree import Handshake, agreed
 from ._chunks import CHUNK, FINE_CHUNK, SLOW, Chunk, ChunkKey, split, used_flags
 from ._compress import refuse_foreign
+from ._exposed import Exposed, with_exposed
 from ._hook import DTYPES
 from ._meters import Meters
 from ._reduce_hook import Made, ReduceHook
@@ -88,6 +89,7 @@ def attach(
     """Makes a hook and puts it in place of the one that is there, if there is one. Collective. names: those of the
     parameters, where DDP does not know them."""
     group: dist.ProcessGroup = ddp.process_group
+    layout = _layout(group, options)
     registered: list[tuple[Any, object]] = getattr(ddp, "_comm_hooks", [])
 
     def prepare() -> tuple[DdpHook, Handshake]:
@@ -103,9 +105,14 @@ def attach(
             from ._python_hook import PythonHook
 
             hook: DdpHook = PythonHook(ddp, python_codec, options, names)
+        elif layout is not None and layout.per_node > 1:
+            from ._nodes_hook import NodesHook
+
+            hook = NodesHook(ddp, codec, options, names, layout)
         else:
-            hook = DdpHook(ddp, codec, options, names)
-        return hook, hook._handshake() + hook._optimizer_terms + hook._moment_terms
+            hook = DdpHook(ddp, codec, options, names, layout)
+        terms = [("nodes", str(options.get("nodes"))), *hook._handshake()]
+        return hook, terms + hook._optimizer_terms + hook._moment_terms
 
     hook = agreed(group, "compress", prepare, _hook.valid_timeout(options.get("timeout")))
     hook._connect()
@@ -126,6 +133,21 @@ def attach(
         hook._momentum.watch_accumulation()
     hook._watch_optimizers()
     return hook
+
+
+def _layout(group: dist.ProcessGroup, options: dict[str, Any]) -> _nodes.Layout | None:
+    """Which ranks share a node, if the user has asked for that. Collective."""
+    if "nodes" not in options:
+        return None
+
+    def prepare() -> tuple[_nodes.Layout | None, Handshake]:
+        nodes = _nodes.checked(options["nodes"])
+        known = None if nodes == "auto" else _nodes.layout_of(nodes, group)
+        return known, [("nodes", str(nodes))]
+
+    # Ranks must agree that they are looking for nodes before they do; a rank that is not fails in the same comparison.
+    layout = agreed(group, "compress", prepare, _hook.valid_timeout(options.get("timeout")))
+    return layout or _nodes.layout_of("auto", group)
 
 
 def _named_parameters(
@@ -172,9 +194,15 @@ class DdpHook(ReduceHook):
     _accumulation = "ddp.no_sync()"
 
     def __init__(
-        self, ddp: DistributedDataParallel, codec: Any, given: dict[str, Any], names: Sequence[str] | None = None
+        self,
+        ddp: DistributedDataParallel,
+        codec: Any,
+        given: dict[str, Any],
+        names: Sequence[str] | None = None,
+        layout: _nodes.Layout | None = None,
     ) -> None:
         self.step = 0
+        self._layout = layout
         guard = _hook.limit(given.get("guard"), "guard")
         self._options: dict[str, Any] = {
             "residual": _hook.residual_dtype(given["residual"]),
@@ -217,12 +245,21 @@ class DdpHook(ReduceHook):
         self._name_optimizer(given, codec, named, ddp.module, slot.hook if slot is not None else None)
         self._first_model(codec, given.get("down"))
         self._skipped_before = 0  # by models of earlier codecs
-        self._times = Times()
-        self._meters = Meters(self._names, [p.numel() for p in self._parameters], self._options["measure_every"], guard)
+        self._times, self._exposed = Times(), Exposed(self._device)
+        self._meters = Meters(self._names, self._counts(), self._options["measure_every"], guard)
+        self._meters.whole, self._meters.layout = sum(p.numel() for p in self._parameters), layout
         self._chunks: dict[ChunkKey, Chunk] = {}
         self._used: list[Chunk] = []  # in this step
         self._chunk_elements = CHUNK
         self._began = 0.0
+
+    def _place(self) -> tuple[int, int, int, int]:
+        """(nodes, ranks per node, the node of this rank, its place in that), as residuals are cut."""
+        return self._world, 1, dist.get_rank(self._group), 0
+
+    def _counts(self) -> list[int]:
+        """Elements of each parameter that this rank encodes."""
+        return [p.numel() for p in self._parameters]
 
     def _coder(self, up: str, down: str, options: dict[str, Any]) -> "_core.ModelCoder":
         tensors = [(name, p.numel(), DTYPES[p.dtype], p.dim()) for name, p in zip(self._names, self._parameters)]
@@ -238,7 +275,7 @@ class DdpHook(ReduceHook):
         self._plain = self._is_exact(codec, down)
 
     def __repr__(self) -> str:
-        elements = sum(self._meters.elements)
+        elements = self._meters.whole
         removed = ", removed" if self._slot is None else ""
         size = f"{len(self._names)} parameters, {elements} elements"
         return f"<DdpHook '{self.codec}' for {size}, on {self._world} ranks, at step {self.step}{removed}>"
@@ -253,9 +290,12 @@ class DdpHook(ReduceHook):
         return terms + [("strides", f"{name}: {tuple(p.stride())}") for name, p in zip(self._names, self._parameters)]
 
     def _connect(self) -> None:
-        self._transport = Transport.acquire(self._group, self._device, self._timeout)
+        self._transport = self._make_transport()
         self._release = weakref.finalize(self, self._transport.release)
         self._release.atexit = False  # type: ignore[misc]  # Transport.close_all does it
+
+    def _make_transport(self) -> Transport:
+        return Transport.acquire(self._group, self._device, self._timeout)
 
     def remove(self) -> None:
         slot = self._slot() if self._slot is not None else None
@@ -267,7 +307,7 @@ class DdpHook(ReduceHook):
             handle.remove()
         self._handles.clear()
         self._let_optimizer_go()
-        self._chunks.clear()
+        self._forget_chunks()
         self._release()  # at most once
 
     def set_codec(self, codec: "str | _core.Codec | _core.Rules", *, down: Any = None) -> None:
@@ -294,6 +334,9 @@ class DdpHook(ReduceHook):
             model.exempt(tensor)
         self._skipped_before += self._model.skipped()
         self._model = model
+        self._forget_chunks()
+
+    def _forget_chunks(self) -> None:
         self._chunks.clear()
 
     # One step.
@@ -301,16 +344,27 @@ class DdpHook(ReduceHook):
     def _comm_hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         self._check_layout(buffer)
+        if not self._plain:
+            self._transport.check()
+        if bucket.index() == 0:
+            compares = not self._plain and self._world > 1
+            self._exposed.begin((lambda values: dist.all_reduce(values, group=self._group)) if compares else None)
+        if self._is_metered:
+            self._exposed.handed(buffer, bucket.is_last())
         if self._plain:
             return self._all_reduce(bucket)
-        self._transport.check()
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[self._device] if self._stream else None
         )
         result = done.then(lambda future: future.value())  # raises in a way that DDP understands
         self._look_after_watch()
         tensors = tuple(self._index[id(parameter)] for parameter in bucket.parameters())
-        gradients = bucket.gradients()
+        self._send(bucket, done, tensors)
+        return result
+
+    def _send(self, bucket: Any, done: torch.futures.Future[torch.Tensor], tensors: tuple[int, ...]) -> None:
+        """Submits a bucket to the transport, which completes `done`."""
+        buffer, gradients = bucket.buffer(), bucket.gradients()
         used: torch.Tensor | None = None
         if self._momentum is not None:
             if bucket.index() == 0:
@@ -321,7 +375,7 @@ class DdpHook(ReduceHook):
             tensors, self._meters.elements, self._model, 0 if self._transport.on_streams else self._chunk_elements
         )
         if bucket.index() == 0 and keys[0] not in self._chunks:
-            self._chunks.clear()  # DDP has rebuilt its buckets, or the size of chunks has changed
+            self._forget_chunks()  # DDP has rebuilt its buckets, or the size of chunks has changed
         for key in keys:
             if key not in self._chunks:
                 self._chunks[key] = Chunk(self, *key)
@@ -341,7 +395,6 @@ class DdpHook(ReduceHook):
             self._transport.submit(chunk)
         if self._momentum is not None and bucket.is_last():
             self._momentum.end()
-        return result
 
     def _check_layout(self, buffer: torch.Tensor) -> None:
         if buffer.layout != torch.strided:
@@ -364,11 +417,24 @@ class DdpHook(ReduceHook):
 
     def _all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
-        self._meters.sent(2 * buffer.element_size() * buffer.numel() * (self._world - 1) // self._world)
+        sent = 2 * buffer.element_size() * buffer.numel() * (self._world - 1) // self._world
+        layout = self._layout
+        # In a ring one rank of each node sends to another node.
+        self._meters.sent(sent, sent if layout is None else sent // layout.per_node if layout.nodes > 1 else 0)
         if bucket.is_last():
             self.step += 1
             self._step_done(None)
-        return _plain_mean(bucket, self._group)
+        result = _plain_mean(bucket, self._group)
+        return result.then(self._landed) if self._is_metered else result
+
+    def _landed(self, result: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        self._exposed.landed()
+        return result.value()
+
+    @property
+    def _is_metered(self) -> bool:
+        """Whether it can be known what a step waits for. The all-reduce of NCCL is not ours to follow."""
+        return not self._plain or self._device.type == "cpu"
 
     def _begin(self, loss_scale: float) -> None:
         """At the first bucket, in the thread that encodes."""
@@ -380,17 +446,27 @@ class DdpHook(ReduceHook):
         if self._stream is not None:
             for chunk in used:
                 chunk.precede(self._stream)
+        self._check_results()
         self._model.end()
         stats = self._model.stats()
         if stats is not None:
             self._model.learn(self._transport.gather_bytes(stats))
-        sent = sum(chunk.sent for chunk in used)
-        self._meters.sent(sent)
+        sent = self._count_sent(used)
         if self._meters.steps % 100 == 1 and not self._transport.on_streams:
             self._choose_chunk_size(sent)
         for exempt in self._step_done(self._transport):
             self._model.exempt(exempt)
         self.step += 1
+        self._exposed.done(torch.cuda.current_stream(self._device) if self._stream is not None else None)
+        self._exposed.judge(self._transport.gather_everywhere, self.codec, dist.get_rank(self._group) == 0)
+
+    def _check_results(self) -> None:
+        """Before a step is decided: all ranks see the same results, and the core has checked them."""
+
+    def _count_sent(self, used: Sequence[Chunk]) -> int:
+        sent = sum(chunk.sent for chunk in used)
+        self._meters.sent(sent)
+        return sent
 
     def _step_done(self, transport: Transport | None) -> list[int]:
         self._times.step_done()
@@ -400,7 +476,7 @@ class DdpHook(ReduceHook):
         """By the speed of the link, as the slowest rank sees it. How tensors are grouped changes no value, so this may
         depend on the clock. It must only be the same on all ranks, so all ranks decide from the same numbers."""
         mine = sent / (time.perf_counter() - self._began)
-        speeds = struct.unpack(f"{self._world}d", self._transport.gather_bytes(struct.pack("d", mine)))
+        speeds = struct.unpack(f"{self._world}d", self._transport.gather_everywhere(struct.pack("d", mine)))
         self._chunk_elements = FINE_CHUNK if min(speeds) < SLOW else CHUNK
 
     # For the user.
@@ -417,7 +493,15 @@ class DdpHook(ReduceHook):
         sent, in the last step; 1.0 where nothing is sent.
         last_step, all_steps: the same numbers for the last step, and for all steps since `compress`. "bytes": to other
         ranks; "fp32_bytes": those of an uncompressed ring all-reduce; "bytes_saved": fp32_bytes - bytes; "seconds":
-        "encode" and "decode" (processor time, or wall time if a GPU does the work) and "wait" (for other ranks).
+        "encode" and "decode" (processor time, or wall time if a GPU does the work), "wait" (for other ranks) and
+        "exposed": from when the last gradients were handed over until the last result was there, which is what the
+        training waits for (None where it cannot be known).
+        judged: after 50 steps "exposed", the median of that, and "plain", what the wait for torch's own all-reduce
+        would be, both on the slowest rank; empty before, and where that cannot be known. If the first is more than 1.1
+        of the second, rank 0 warns once.
+        With nodes= there are also nodes: how many there are, and ranks in each; and in last_step and all_steps
+        "node_bytes": of the bytes, those to other nodes; "fp32_node_bytes": those of an fp32 all-reduce of the same
+        shards between nodes. ratio is the ratio of these two then.
         plan: a line for each codec that plans ahead (dqsgd): the budget, the number of steps it plans with, the bits so
         far. residual_bytes: memory that residuals take. exempt: parameters that the guard has exempted.
         optimizer: with optimizer= what is exchanged ("momentum" or "gradients"), and for the momentum the phase
@@ -427,12 +511,17 @@ class DdpHook(ReduceHook):
         ||x - x'||^2 / ||x||^2 of what was sent, or None if it was not measured (see measure_every).
         """
         self._synchronize()
-        up = self._model.codecs("up")
+        up = self._sent()
         skipped = self._skipped_before + self._model.skipped()
         report = self._meters.report(self.step, skipped, up, self._world, self._times, self._model.residual_bytes())
         report["plan"] = self._model.plans()
+        with_exposed(report, self._exposed.seconds() if self._is_metered else (None, None), self._exposed.judged)
         self._report_optimizer(report)
         return report
+
+    def _sent(self) -> list[tuple[str, int]]:
+        """The codec of each parameter, and the bytes of its messages."""
+        return self._model.codecs("up")
 
     def state_dict(self, *, gather: str | None = None) -> dict[str, Any]:
         """What a checkpoint must contain: residuals by parameter name, what codecs have learned, the step. Where

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._nodes import Layout
 from ._task import Times
 from ._transport import Transport
 
@@ -43,7 +44,9 @@ class Meters:
     def __init__(self, names: list[str], elements: list[int], every: int, guard: float | None) -> None:
         self.names, self.elements, self.every, self.guard = names, elements, every, guard
         self.steps = 0
-        self.bytes = Sent()
+        self.whole = sum(elements)  # of the model, where `elements` are those of pieces
+        self.layout: Layout | None = None  # if it is known which ranks share a node
+        self.bytes, self.left = Sent(), Sent()  # to other ranks, and of these to other nodes
         self.exempt: list[int] = []
         self._squares: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # ||x - x'||^2 and ||x||^2
         self.errors: dict[int, float] = {}
@@ -52,13 +55,16 @@ class Meters:
     def due(self) -> bool:
         return self.every > 0 and self.steps % self.every == 0
 
-    def sent(self, count: int) -> None:
+    def sent(self, count: int, left: int | None = None) -> None:
+        """left: how many of these bytes leave the node, if it has several ranks."""
         self.bytes.add(count)
+        self.left.add(count if left is None else left)
 
     def sent_after_step(self, count: int) -> None:
         """Bytes that belong to the last step, sent after its end."""
-        self.bytes.last += count
-        self.bytes.total += count
+        for sent in (self.bytes, self.left):
+            sent.last += count
+            sent.total += count
 
     def measure(self, chunk: "Chunk", send: torch.Tensor) -> None:
         """After a chunk was encoded: compares what its messages decode to with its gradients."""
@@ -78,6 +84,7 @@ class Meters:
     def step_done(self, transport: Transport | None = None) -> list[int]:
         """Ends a step. Returns the parameters that the guard exempts from now on."""
         self.bytes.step_done()
+        self.left.step_done()
         due = self.due
         self.steps += 1
         if not due or transport is None:
@@ -89,9 +96,8 @@ class Meters:
         if self.guard is None:
             return []
         mine = [self.errors.get(tensor, 0.0) for tensor in range(len(self.names))]
-        every = struct.unpack(
-            f"{transport.world * len(mine)}d", transport.gather_bytes(struct.pack(f"{len(mine)}d", *mine))
-        )
+        gathered = transport.gather_everywhere(struct.pack(f"{len(mine)}d", *mine))
+        every = struct.unpack(f"{len(gathered) // 8}d", gathered)
         worst = [max(every[tensor :: len(mine)]) for tensor in range(len(mine))]
         exempted = [tensor for tensor, error in enumerate(worst) if error > self.guard and tensor not in self.exempt]
         for tensor in exempted:
@@ -107,7 +113,7 @@ class Meters:
         self, step: int, skipped: int, up: list[tuple[str, int]], world: int, times: Times, residual_bytes: int
     ) -> dict[str, Any]:
         elements = sum(self.elements)
-        fp32_bytes = 8 * elements * (world - 1) // world
+        fp32_bytes = 8 * self.whole * (world - 1) // world
         parameters = {
             name: {
                 "codec": codec,
@@ -117,14 +123,28 @@ class Meters:
             }
             for i, (name, count, (codec, size)) in enumerate(zip(self.names, self.elements, up))
         }
-        return {
+        last = cost(self.bytes.last, fp32_bytes if self.bytes.steps else 0, times.last)
+        total = cost(self.bytes.total, fp32_bytes * self.bytes.steps, times.totals())
+        ratio = fp32_bytes / self.bytes.last if self.bytes.last else 1.0
+        nodes: dict[str, Any] = {}
+        if self.layout is not None:
+            fp32_left = self._fp32_left(self.layout)
+            last |= {"node_bytes": self.left.last, "fp32_node_bytes": fp32_left if self.left.steps else 0}
+            total |= {"node_bytes": self.left.total, "fp32_node_bytes": fp32_left * self.left.steps}
+            ratio = fp32_left / self.left.last if self.left.last else 1.0
+            nodes = {"nodes": {"nodes": self.layout.nodes, "ranks_per_node": self.layout.per_node}}
+        return nodes | {
             "steps": step,
             "skipped": skipped,
-            "bits": 8 * sum(size for _, size in up) / elements,
-            "ratio": fp32_bytes / self.bytes.last if self.bytes.last else 1.0,
-            "last_step": cost(self.bytes.last, fp32_bytes if self.bytes.steps else 0, times.last),
-            "all_steps": cost(self.bytes.total, fp32_bytes * self.bytes.steps, times.totals()),
+            "bits": 8 * sum(size for _, size in up) / max(elements, 1),
+            "ratio": ratio,
+            "last_step": last,
+            "all_steps": total,
             "residual_bytes": residual_bytes,
             "exempt": [self.names[tensor] for tensor in self.exempt],
             "parameters": parameters,
         }
+
+    def _fp32_left(self, layout: "Layout") -> int:
+        """Bytes that leave a node, for each of its ranks, if the same shards are all-reduced between nodes in fp32."""
+        return 8 * self.whole * (layout.nodes - 1) // (layout.nodes * layout.per_node)

@@ -24,9 +24,10 @@ from . import _hook, _state
 from ._agree import Handshake, agreed
 from ._chunks import used_flags
 from ._ddp import DdpHook
+from ._exposed import with_exposed
 from ._register import PythonCodec
 
-_REFUSED = ("down", "method", "owner_feedback", "guard", "steps")
+_REFUSED = ("down", "method", "owner_feedback", "guard", "steps", "nodes")
 
 
 class PythonHook(DdpHook):
@@ -187,6 +188,7 @@ class PythonHook(DdpHook):
         kept = sum(one.numel() * one.element_size() for one in self._residuals.values())
         report = self._meters.report(self.step, self._skipped, up, self._world, self._times, kept)
         report["plan"] = []
+        with_exposed(report, (None, None), {})  # all of it runs in the backward pass, and is no exchange of messages
         self._report_optimizer(report)
         return report
 

@@ -195,7 +195,8 @@ class Record:
         if self._hook is None:
             return {}
         stats = self._hook.stats()
-        return {**stats["all_steps"]["seconds"], "bytes": stats["all_steps"]["bytes"], "skipped": stats["skipped"]}
+        seconds = {name: stats["all_steps"]["seconds"][name] for name in ("encode", "wait", "decode")}
+        return {**seconds, "bytes": stats["all_steps"]["bytes"], "skipped": stats["skipped"]}
 
     def _beginning(self) -> dict[str, Any]:
         now = datetime.datetime.now(datetime.timezone.utc)

@@ -74,7 +74,7 @@ def _defaults(hook: Hook | None) -> dict[str, Any]:
         "rate": 0.0, "schedule": "unknown", "command": shlex.join(["python", *sys.argv]),
     }  # fmt: skip
     if isinstance(hook, (DdpHook, ReplicaHook)):
-        settings |= {"workers": hook._world, "parameters": sum(hook._meters.elements), "device": hook._device.type}
+        settings |= {"workers": hook._world, "parameters": hook._meters.whole, "device": hook._device.type}
         settings["codec"], settings["canonical"] = _names_of(hook.codec)
         settings["collective"] = _collective(hook)
         ddp = hook._ddp() if isinstance(hook, DdpHook) else None

@@ -21,6 +21,7 @@ from ._hook import Hook
 from ._rules import check_patterns, rules_of, with_codec
 
 if TYPE_CHECKING:
+    from ._exposed import Exposed
     from ._meters import Meters
 
 Made = tuple[str, Any, "_core.ModelCoder"]  # rules for the way up, `down` as it was given, and a coder for both
@@ -39,6 +40,7 @@ class ReduceHook(Hook):
     _feedback: bool | None  # as it was given
     _model_options: dict[str, Any]
     _meters: "Meters"
+    _exposed: "Exposed"
     _model: "_core.ModelCoder"
     _down: Any
     _momentum: Momentum | None = None
@@ -149,6 +151,7 @@ class ReduceHook(Hook):
         self._replace_model(model)
         self._use(codec, down, model)
         self._meters.errors.clear()
+        self._exposed.restart()
         _state.log_dropped(dropped)
 
     def _fresh_model(self, taken: int = 0) -> "_core.ModelCoder":

@@ -10,10 +10,9 @@
 Where Adam's momentum is exchanged there is "adam", and "q", "s" and "levels" of every rank, as in _state.py; they are
 those of its shards.
 
-On another mesh residuals are redistributed: for each parameter the mean of the replicas' residuals, and the residuals
-of the owners, are put together from the old shards and cut into the new ones. So the sum of the residuals, in units of
-the mean gradient, stays the same. So is s, of which new replicas get the mean; they begin with a q of zero. A new shard
-has the share in the level of its parameter that it has in the elements.
+On another mesh residuals are redistributed (_relayout.py); their sum, in units of the mean gradient, stays the same. So
+is s, of which new replicas get the mean; they begin with a q of zero. A new shard has the share in the level of its
+parameter that it has in the elements.
 """
 
 from typing import TYPE_CHECKING, Any, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Mapping, Sequence
 import torch
 
 from .._errors import UsageError
-from . import _state
+from . import _relayout, _state
 from ._replica_group import Parameter
 from ._state import State
 
@@ -94,14 +93,7 @@ def _merged(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> tuple[Sta
         if one.get("mesh") != whole.get("mesh"):
             raise UsageError("the states do not belong together: their meshes differ", field="mesh")
         whole["learned"] = {**whole["learned"], **one.get("learned", {})}
-    numbers = str(whole.get("mesh")).split(" x ")
-    if len(numbers) != 2 or not all(number.isdecimal() and 0 < int(number) < 2**31 for number in numbers):
-        raise UsageError(
-            "the state has no mesh of replicas and shards: a hook for another kind of model has saved it", field="mesh"
-        )
-    replicas, shards = int(numbers[0]), int(numbers[1])
-    if replicas * shards != whole["world"]:
-        raise UsageError(f"the state is damaged: its mesh is {whole['mesh']}, for {whole['world']} ranks", field="mesh")
+    replicas, shards = _relayout.numbers(whole.get("mesh"), whole["world"], "mesh")
     if "shards" in whole:
         whole["shards"] = [one["shards"] for one in states]
     return whole, replicas, shards
@@ -136,28 +128,9 @@ def _part_for(hook: "ReplicaHook", whole: State, replicas: int, shards: int, cur
                 field="ranks",
             )
         return ranks[mine]  # type: ignore[no-any-return]
-    missing = [str(rank) for rank in range(min(replicas * shards, len(ranks) + 8)) if str(rank) not in ranks]
-    if missing:
-        raise UsageError(
-            f"the state was saved on a mesh of {whole['mesh']} ranks, and this one has {mesh.replicas} x "
-            f"{mesh.shards}: the states of all ranks are needed, and those of rank {', '.join(missing[:8])} are "
-            "missing; pass a list of all states",
-            field="mesh",
-        )
-    parameters = {one.name: one for one in mesh.parameters}
-    if hook._model_options["owner_feedback"] == "off" and any(ranks[rank]["down"] for rank in ranks):
-        raise UsageError(
-            "the state has residuals of the way back, which a hook with owner_feedback=False does not keep",
-            field="owner_feedback",
-        )
-    part: State = {"up": {}, "down": {}}
-    cuts: dict[tuple[str, str], torch.Tensor] = {}
-    for direction, name, first, count in current.entries():
-        if (direction, name) not in cuts:
-            old = _together(parameters[name], ranks, direction, replicas, shards)
-            cuts[direction, name] = parameters[name].cut(old, mesh.shards)[mesh.shard].reshape(-1)
-        key = name if direction == "up" else f"{name}@{first}"
-        part[direction][key] = cuts[direction, name][first : first + count].clone()
+    keeps_down = hook._model_options["owner_feedback"] != "off"
+    now = (mesh.replicas, mesh.shards)
+    part = _relayout.moved(mesh.parameters, ranks, (replicas, shards), now, mesh.shard, current, keeps_down, "mesh")
     if "adam" in whole:
         part |= _moments_for(hook, ranks, replicas, shards)
     return part
@@ -167,50 +140,13 @@ def _moments_for(hook: "ReplicaHook", ranks: Mapping[str, Any], replicas: int, s
     """What momentum is exchanged with, on this mesh."""
     part: State = {"q": {}, "s": {}, "levels": {}}
     for one in hook._mesh.parameters:
-        whole = _together(one, ranks, "s", replicas, shards)
+        whole = _relayout.together(one, ranks, "s", replicas, shards)
         part["s"][one.name] = one.cut(whole, hook._mesh.shards)[hook._mesh.shard].reshape(one.shard_shape).clone()
         means = [
-            sum(_sized(ranks[str(replica * shards + shard)]["levels"][one.name], 1, one.name).double()
+            sum(_relayout.sized(ranks[str(replica * shards + shard)]["levels"][one.name], 1, one.name).double()
                 for replica in range(replicas)) / replicas
             for shard in range(shards)
         ]  # fmt: skip
         level = torch.stack([torch.as_tensor(mean) for mean in means]).norm()
         part["levels"][one.name] = (level * (one.count / max(one.elements, 1)) ** 0.5).reshape(())
     return part
-
-
-def _together(
-    parameter: Parameter, ranks: Mapping[str, Any], direction: str, replicas: int, shards: int
-) -> torch.Tensor:
-    """The residual of a whole parameter, from all shards: the mean over the replicas on the way up, and on the way down
-    what each owner has. Also s, as a mean over the replicas."""
-    pieces = parameter.cut(torch.zeros(parameter.shape), shards)
-    name, found = parameter.name, False
-    for shard, piece in enumerate(pieces):
-        flat = torch.zeros(piece.numel(), dtype=torch.float64)
-        for replica in range(replicas):
-            residuals = ranks[str(replica * shards + shard)][direction]
-            for key, values in residuals.items():
-                if direction != "down" and key == name:
-                    flat += _sized(values, flat.numel(), key).double().reshape(-1) / replicas
-                    found = True
-                elif direction == "down" and key.rpartition("@")[0] == name:
-                    first = int(key.rpartition("@")[2])
-                    if first + values.numel() > flat.numel():
-                        raise UsageError(f"the state is damaged: '{key}' is longer than its shard", field=name)
-                    flat[first : first + values.numel()] = values.double().reshape(-1)
-                    found = True
-        pieces[shard] = flat.float().reshape(piece.shape)
-    if not found and direction != "down":
-        what = "up residual" if direction == "up" else direction
-        raise UsageError(f"the state has no {what} of parameter '{name}'", field=name)
-    return torch.cat([piece for piece in pieces if piece.numel()] or pieces[:1], dim=parameter.shard_dim)
-
-
-def _sized(values: torch.Tensor, count: int, name: str) -> torch.Tensor:
-    if values.numel() != count:
-        raise UsageError(
-            f"a shard of parameter '{name}' has {count} elements; what the state has for it has {values.numel()}",
-            field=name,
-        )
-    return values

@@ -16,7 +16,7 @@ import functools
 import struct
 import time
 import weakref
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,12 @@ from . import _fsdp, _hook, _replica_state
 from ._agree import Handshake, agreed_on_mesh
 from ._chunks import CHUNK, FINE_CHUNK, SLOW, Chunk, ChunkKey, split
 from ._compress import refuse_foreign
+from ._exposed import Exposed, with_exposed
 from ._hook import DTYPES, Hook
 from ._meters import Meters
 from ._reduce_hook import Made, ReduceHook
 from ._replica_group import Replicas, Unit, buffer_of_caller, find
+from ._rules import by_whole
 from ._task import Times, core_device
 from ._transport import Transport
 from ._units import Channel, factor_of
@@ -101,7 +103,7 @@ class ReplicaHook(ReduceHook):
         self._first_model(codec, given.get("down"))
         self._shards = self._make_shards(model, given)
         self._skipped_before = 0  # by models of earlier codecs
-        self._times = Times()
+        self._times, self._exposed, self._waited = Times(), Exposed(self._device), 0.0
         self._meters = Meters(self._names, [parameter.count for parameter in found.parameters], 0, None)
         self._chunks: dict[ChunkKey, Chunk] = {}
         self._used: list[Chunk] = []
@@ -161,15 +163,7 @@ class ReplicaHook(ReduceHook):
         return _core.ModelCoder(tensors, up=self._by_whole(up), down=self._by_whole(down), **options)
 
     def _by_whole(self, rules: str) -> str:
-        """Rules that give a shard the codec of its whole parameter: "<N" is about parameters, and the coder sees
-        shards."""
-        if not rules:
-            return ""
-        chosen, exceptions = _core.Rules(rules), ""
-        for parameter, wanted in zip(self._mesh.parameters, self._codecs(rules)):
-            if str(chosen.codec_for(parameter.name, len(parameter.shape), parameter.count)) != str(wanted):
-                exceptions += f"{parameter.name}={wanted};"
-        return exceptions + rules
+        return by_whole(rules, [(one.name, len(one.shape), one.elements, one.count) for one in self._mesh.parameters])
 
     def _codecs(self, rules: str) -> "list[_core.Codec]":
         chosen = _core.Rules(rules)
@@ -268,6 +262,8 @@ class ReplicaHook(ReduceHook):
     def _all_reduce(self, unit: Unit, flat: torch.Tensor, options: Any) -> Any:
         """What FSDP calls for a unit, on its stream for all-reduces. Returns what torch is to wait for, or None."""
         self._enter(unit)
+        if self._is_metered:
+            self._exposed.handed(flat, False)
         if self._momentum is not None and not self._open:
             self._momentum.refuse_second_pass(range(len(self._names)))
             self._momentum.begin(self._scale())
@@ -288,14 +284,36 @@ class ReplicaHook(ReduceHook):
         done = self._submit(unit, flat, tuple(tensors), gradients, factor)
         self._open[unit.index] = done
         if done is not None and (self._transport.on_streams or not self._ends_itself or unit.is_read_early(flat)):
-            done.wait()
+            with self._waiting():
+                done.wait()
         return None
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around what the backward pass waits for."""
+        began = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - began
+
+    @property
+    def _is_metered(self) -> bool:
+        """Whether it can be known what a step waits for: not where torch waits, nor on CUDA streams."""
+        return not self._plain and self._device.type == "cpu"
+
+    def _gather_everywhere(self, mine: bytes) -> bytes:
+        every = self._channel.gather_bytes(mine, self._group)
+        shards = self._mesh.shard_group
+        return every if shards is None else self._channel.gather_bytes(every, shards)
 
     def _enter(self, unit: Unit) -> None:
         if unit.index in self._open:
             # Nothing has ended the previous step, or the unit is reduced twice in one backward pass: its residual must
             # be decided before it is encoded again.
             self._end_step()
+        if not self._open and self._is_metered:
+            reduces = self._world > 1
+            self._exposed.begin((lambda values: dist.all_reduce(values, group=unit.group)) if reduces else None)
+            self._waited = 0.0
         # The callback is queued at every call: only the first one that runs finds a step to end, and one that never ran
         # must not be missed. FSDP's own callback is older, so the last units come before it. Outside of a backward pass
         # there is none.
@@ -357,10 +375,11 @@ class ReplicaHook(ReduceHook):
         failure, self._failure = self._failure, None
         results, self._open = self._open, {}
         began, self._is_begun = self._is_begun, False
-        for done in results.values():
-            with contextlib.suppress(Exception) if failure is not None else contextlib.nullcontext():
-                if done is not None:
-                    done.wait()
+        with self._waiting():
+            for done in results.values():
+                with contextlib.suppress(Exception) if failure is not None else contextlib.nullcontext():
+                    if done is not None:
+                        done.wait()
         if failure is not None:
             raise failure
         if not results:
@@ -371,7 +390,8 @@ class ReplicaHook(ReduceHook):
         sent = 0
         if not self._plain:
             used, self._used = self._used if began else [], []
-            sent = self._end(used)
+            with self._waiting():
+                sent = self._end(used)
             for chunk in used:
                 chunk.unload()
         self._meters.sent(sent)
@@ -380,6 +400,10 @@ class ReplicaHook(ReduceHook):
         self._times.step_done()
         self._meters.step_done()
         self.step += 1
+        if self._is_metered:
+            # On CPUs torch waits for each of its all-reduces when it calls it.
+            self._exposed.waited(self._waited, self._exposed.plain_total)
+            self._exposed.judge(self._gather_everywhere, self.codec, dist.get_rank() == self._mesh.members[0])
 
     def _end(self, used: Sequence[Chunk]) -> int:
         """Decides about the residuals, and learns. Returns how many bytes were sent."""
@@ -442,7 +466,9 @@ class ReplicaHook(ReduceHook):
     def stats(self) -> dict[str, Any]:
         """What was sent between replicas, and what it cost, on this rank: the numbers that a hook for DDP has (see
         DdpHook.stats), with the shards of this rank as parameters. "fp32_bytes" are those of an uncompressed ring
-        all-reduce between the replicas. A whole replica sends the bytes of all of its ranks.
+        all-reduce between the replicas. A whole replica sends the bytes of all of its ranks. "exposed" and "judged" are
+        known on CPUs only; there "plain" is all of the time that torch's all-reduces take, because torch waits for each
+        of them at once.
 
         mesh: how many replicas and shards there are. shards: the statistics of the shard dimension (as those of an
         FSDP2 model with one dimension), if it is compressed too.
@@ -452,6 +478,7 @@ class ReplicaHook(ReduceHook):
         skipped = self._skipped_before + self._model.skipped()
         report = self._meters.report(self.step, skipped, up, self._world, self._times, self._model.residual_bytes())
         report["plan"] = self._model.plans()
+        with_exposed(report, self._exposed.seconds() if self._is_metered else (None, None), self._exposed.judged)
         self._report_optimizer(report)
         report["mesh"] = {"replicas": self._mesh.replicas, "shards": self._mesh.shards}
         if self._shards is not None:

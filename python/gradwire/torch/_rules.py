@@ -44,6 +44,19 @@ def with_codec(rules: str, chosen: Callable[["_core.Codec"], bool], codec: str) 
     return ";".join(changed)
 
 
+def by_whole(rules: str, tensors: Iterable[tuple[str, int, int, int]]) -> str:
+    """Rules that give a part of a tensor the codec of the whole: "<N" is about wholes, and the coder sees parts.
+    tensors: (name, dimensions, elements of the whole, elements of the part)."""
+    if not rules:
+        return ""
+    chosen, exceptions = _core.Rules(rules), ""
+    for name, dimensions, whole, part in tensors:
+        wanted = chosen.codec_for(name, dimensions, whole)
+        if str(chosen.codec_for(name, dimensions, part)) != str(wanted):
+            exceptions += f"{name}={wanted};"
+    return exceptions + rules
+
+
 def check_patterns(rules: str, names: Iterable[str], what: str, field: str = "codec") -> None:
     """Refuses a pattern that matches no name: it is misspelled, or written for another model. Patterns by dimension and
     by size ("1d", "<1024") are not about names, and need not match."""

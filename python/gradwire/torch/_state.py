@@ -13,10 +13,17 @@ Where Adam's momentum is exchanged (_adam.py) residuals are in units of the upda
               "counts": {parameter: int64 tensor of 4}},   # steps, updates of s, of q, of s at the last pooling
      "ranks": {"2": {..., "q": {parameter: tensor}, "s": {parameter: tensor}, "levels": {parameter: tensor}}}
 
+On nodes of several ranks residuals are those of pieces (_node_bucket.py), and each place in a node learns for itself:
+
+     "nodes": "2 x 4",                                     # 2 nodes of 4 ranks
+     "learned": {"place/name": uint8 tensor},
+     "ranks": {"6": {...}}                                 # of node 1, place 2: 6 = 1 * 4 + 2
+
 A state holds one rank or all of them. Keys differ between ranks, so a distributed checkpoint to which every rank writes
 holds them all. When the number of ranks changes, residuals are redistributed so that their sum, in units of the mean
 gradient, stays the same: every new rank gets the mean of the old ranks' residuals, and those of the owners go to the
-new owners. Every new rank gets the mean of the old ranks' s, and begins with a q of zero.
+new owners (_relayout.py, if one of both layouts has several ranks in a node). Every new rank gets the mean of the old
+ranks' s, and begins with a q of zero.
 """
 
 import logging
@@ -30,6 +37,7 @@ import torch.distributed as dist
 
 from .. import _core
 from .._errors import Error, UsageError
+from . import _relayout
 from ._agree import agreed
 
 if TYPE_CHECKING:
@@ -74,30 +82,39 @@ def save(hook: "DdpHook", gather: str | None) -> State:
     if gather not in (None, "all", "merged"):
         raise UsageError(f"gather is {gather!r}; allowed are None, 'all' and 'merged'", field="gather")
     rank = dist.get_rank(hook._group)
+    nodes, per_node, node, place = hook._place()
+    position = str(node * per_node + place)
     dtype = hook._options["residual"]
     feedback = hook._model.state()
-    ranks = {str(rank): ranks_part(feedback, dtype)}
+    ranks = {position: ranks_part(feedback, dtype)}
+    learned = {_learned_key(per_node, place, name): extra for name, extra in feedback.extra().items()}
     momentum = hook._momentum
     if momentum is not None:
-        ranks[str(rank)] |= own_moments(momentum)
+        ranks[position] |= own_moments(momentum)
     if gather is not None:
-        every: list[State | None] | None = [None] * hook._world if rank == 0 else None
-        dist.gather_object(ranks, every, dst=dist.get_global_rank(hook._group, 0), group=hook._group)
+        every: list[tuple[State, State] | None] | None = [None] * hook._world if rank == 0 else None
+        dist.gather_object((ranks, learned), every, dst=dist.get_global_rank(hook._group, 0), group=hook._group)
         if every is None:
             return {}
-        ranks = {key: part for one in every if one is not None for key, part in one.items()}
+        ranks = {key: part for one in every if one is not None for key, part in one[0].items()}
+        learned = {key: extra for one in every if one is not None for key, extra in one[1].items()}
     state: State = {
         "format": FORMAT,
         "step": hook.step,
         "world": hook._world,
         "codec": hook.codec,
         "exempt": [hook._names[tensor] for tensor in hook._meters.exempt],
-        "learned": byte_tensors(feedback.extra()),
+        "learned": byte_tensors(learned),
         "ranks": ranks,
     }
+    if per_node > 1 and gather != "merged":
+        state["nodes"] = f"{nodes} x {per_node}"
     if momentum is not None:
         state["adam"] = adam_part(momentum)
-    if gather == "merged":
+    if gather == "merged" and per_node > 1:
+        state["world"], state["ranks"] = 1, {"0": _pieces_together(hook, ranks, nodes, per_node, dtype)}
+        state["learned"] = byte_tensors(feedback.extra())
+    elif gather == "merged":
         every_feedback = [feedback_of(ranks[str(r)], dtype_name(dtype)) for r in range(hook._world)]
         one = _core.ErrorFeedback.redistribute(every_feedback, 1)[0]
         state["world"], state["ranks"] = 1, {"0": ranks_part(one, dtype)}
@@ -108,6 +125,30 @@ def save(hook: "DdpHook", gather: str | None) -> State:
             for counts in state["adam"]["counts"].values():
                 counts[2] = 0
     return state
+
+
+def _learned_key(per_node: int, place: int, name: str) -> str:
+    return f"{place % per_node}/{name}" if per_node > 1 else name
+
+
+def _wholes(hook: "DdpHook") -> list[_relayout.Flat]:
+    return [_relayout.Flat(name, parameter.numel()) for name, parameter in zip(hook._names, hook._parameters)]
+
+
+def _pieces_together(hook: "DdpHook", ranks: State, nodes: int, per_node: int, dtype: torch.dtype) -> State:
+    """The residuals of one rank that has those of all."""
+    part: State = {"up": {}, "down": {}}
+    for whole in _wholes(hook):
+        for direction in part:
+            keys = [key if direction == "up" else key.rpartition("@")[0] for key in _keys(ranks, direction)]
+            if whole.name in keys:
+                values = _relayout.together(whole, ranks, direction, nodes, per_node).to(dtype)
+                part[direction][whole.name if direction == "up" else f"{whole.name}@0"] = values
+    return part
+
+
+def _keys(ranks: State, direction: str) -> set[str]:
+    return {key for part in ranks.values() for key in part[direction]}
 
 
 def own_moments(momentum: "Momentum") -> State:
@@ -142,7 +183,7 @@ def merged(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> State:
         raise UsageError("state is not a result of Hook.state_dict(): it has no 'ranks'", field="state")
     merged = dict(states[0])
     for one in states:
-        for field in ("format", "step", "world", "codec"):
+        for field in ("format", "step", "world", "codec", "nodes"):
             if one.get(field) != merged.get(field):
                 raise UsageError(
                     f"the states do not belong together: {field} is {merged.get(field)!r} in one and "
@@ -284,25 +325,37 @@ def redistributed(whole: Mapping[str, Any], rank: int, world: int, dtype: str, h
 
 
 def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-    rank, world = dist.get_rank(hook._group), hook._world
+    nodes, per_node, node, place = hook._place()
+    position = str(node * per_node + place)
     dtype = dtype_name(hook._options["residual"])
 
     def prepare() -> tuple[tuple[State, State, "_core.ModelCoder"], list[tuple[str, str]]]:
         whole = merged(state)
-        then, ranks = whole["world"], whole["ranks"]
-        if then == world:
-            if str(rank) not in ranks:
+        ranks, then = whole["ranks"], (whole["world"], 1)
+        if whole.get("nodes") is not None:
+            then = _relayout.numbers(whole["nodes"], whole["world"], "nodes")
+            for one in [state] if isinstance(state, Mapping) else state:
+                whole["learned"] = {**whole["learned"], **one.get("learned", {})}
+        if then == (nodes, per_node):
+            if position not in ranks:
+                which = "rank" if per_node == 1 else "position"
                 raise UsageError(
-                    f"the state belongs to rank {', '.join(ranks)}; this is rank {rank}: save hook.state_dict() on "
-                    "every rank, or on rank 0 that of hook.state_dict(gather='all'), which all ranks call",
+                    f"the state belongs to {which} {', '.join(ranks)}; this is {which} {position}: save "
+                    "hook.state_dict() on every rank, or on rank 0 that of hook.state_dict(gather='all'), which all "
+                    "ranks call",
                     field="ranks",
                 )
-            part = ranks[str(rank)]
-        else:
+            part = ranks[position]
+        elif then[1] == per_node == 1:
             how = "a list of all states, or save with state_dict(gather='all')"
-            part = redistributed(whole, rank, world, dtype, how)
+            part = redistributed(whole, node, nodes, dtype, how)
             part["q"] = {}
             part |= {kind: _mean_of_ranks(ranks, kind) if "adam" in whole else {} for kind in ("s", "levels")}
+        else:
+            keeps_down = hook._model_options["owner_feedback"] != "off"
+            now, needed = (nodes, per_node), hook._fresh_model().state()
+            part = _relayout.moved(_wholes(hook), ranks, then, now, place, needed, keeps_down, "nodes")
+            part |= {"q": {}, "s": {}, "levels": {}}
         adam = adam_for(hook._momentum, whole, part)
         # Only a codec can say whether what it has learned makes sense. It says so to a coder of its own, so that a
         # state that is refused changes nothing.
@@ -310,9 +363,11 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
         current = model.state()
         check_part(part, current)
         feedback = feedback_of(part, dtype)
-        for name, values in whole["learned"].items():
-            if name in current.extra():
-                feedback.set_extra(name, bytes_of(values))
+        for name in current.extra():
+            # Every place of another layout has learned for itself. Any of them is a good beginning.
+            key = _learned_key(then[1], place, name)
+            if key in whole["learned"]:
+                feedback.set_extra(name, bytes_of(whole["learned"][key]))
         unknown = [name for name in whole["exempt"] if name not in hook._names]
         if unknown:
             raise UsageError(
@@ -320,7 +375,9 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
             )
         model.restore(feedback)
         learned = {name: zlib.crc32(bytes_of(values)) for name, values in sorted(whole["learned"].items())}
-        handshake = {"step": whole["step"], "world": then, "learned": learned, "exempt": whole["exempt"]}
+        handshake = {"step": whole["step"], "world": whole["world"], "nodes": then, "exempt": whole["exempt"]}
+        if then[1] == 1:  # otherwise a rank may have what its own place has learned, and no more
+            handshake["learned"] = learned
         return (whole, adam, model), [(field, str(value)) for field, value in (handshake | adam_terms(adam)).items()]
 
     whole, adam, model = agreed(hook._group, "load_state_dict", refusing(prepare), hook._timeout)

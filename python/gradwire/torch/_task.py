@@ -67,30 +67,15 @@ def core_device(device: torch.device, stream: "torch.cuda.Stream | None", thread
     return _core.Device("cuda", index=device.index or 0, stream=stream.cuda_stream)
 
 
-class CodingTask:
-    """The part of a BucketTask that does not know DDP. `chunk` of `chunks` says which part of a single large tensor it
-    codes."""
+class StagedTask:
+    """The part of a BucketTask that knows neither DDP nor codecs: buffers that are sent and received."""
 
-    def __init__(
-        self, model: "_core.ModelCoder", tensors: list[int], transport: Transport, device: torch.device, threads: int,
-        times: Times, chunk: int = 0, chunks: int = 1,
-    ) -> None:  # fmt: skip
+    def __init__(self, transport: Transport, device: torch.device, times: Times) -> None:
         self.transport, self.device, self.times = transport, device, times
-        self.tensors = tensors
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._make = lambda: _core.BucketCoder(model, tensors, core_device(device, self.stream, threads), chunk, chunks)
-        self._coder: "_core.BucketCoder | None" = None
         self.buffers = Buffers()
         self.through_host = device.type == "cuda" and not transport.on_streams
         self.sent = 0  # bytes to other ranks, in the last step
-
-    @property
-    def coder(self) -> "_core.BucketCoder":
-        """It is made when it is first used, in the thread that begins steps, because it reads the codecs of the open
-        step."""
-        if self._coder is None:
-            self._coder = self._make()
-        return self._coder
 
     def on_stream(self) -> ContextManager[object]:
         return torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
@@ -109,16 +94,20 @@ class CodingTask:
     def waited(self, phase: str, seconds: float) -> None:
         self.times.add("wait", phase, seconds)
 
-    def exchange(self, name: str, send: torch.Tensor, send_slots: list[int], recv_slots: list[int]) -> Exchange:
-        """`send` and room for the answer, both in the memory that the transport uses."""
+    def exchange(
+        self, name: str, send: torch.Tensor, send_slots: list[int], recv_slots: list[int], rank: int | None = None
+    ) -> Exchange:
+        """`send` and room for the answer, both in the memory that the transport uses. rank: this one's slot, if the
+        exchange is not one between the ranks of the transport."""
         if self.through_host:
             host = self.buffers.get(name + " send", send.numel(), torch.device("cpu"), pinned=True)
             host.copy_(send, non_blocking=True)
             self._synchronize()
             send = host
         recv = self.buffers.get(name + " recv", sum(recv_slots), self.transport.device, pinned=self.through_host)
-        copies = self.transport.world - 1 if len(send_slots) == 1 else 1
-        self.sent += copies * send.numel() - (send_slots[self.transport.rank] if len(send_slots) > 1 else 0)
+        copies = len(recv_slots) - 1 if len(send_slots) == 1 else 1
+        own = self.transport.rank if rank is None else rank
+        self.sent += copies * send.numel() - (send_slots[own] if len(send_slots) > 1 else 0)
         return Exchange(send, send_slots, recv, recv_slots)
 
     def to_device(self, name: str, received: torch.Tensor) -> torch.Tensor:
@@ -134,6 +123,27 @@ class CodingTask:
         event = torch.cuda.Event(blocking=True)
         event.record(self.stream)
         event.synchronize()
+
+
+class CodingTask(StagedTask):
+    """A task with a coder. `chunk` of `chunks` says which part of a single large tensor it codes."""
+
+    def __init__(
+        self, model: "_core.ModelCoder", tensors: list[int], transport: Transport, device: torch.device, threads: int,
+        times: Times, chunk: int = 0, chunks: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(transport, device, times)
+        self.tensors = tensors
+        self._make = lambda: _core.BucketCoder(model, tensors, core_device(device, self.stream, threads), chunk, chunks)
+        self._coder: "_core.BucketCoder | None" = None
+
+    @property
+    def coder(self) -> "_core.BucketCoder":
+        """It is made when it is first used, in the thread that begins steps, because it reads the codecs of the open
+        step."""
+        if self._coder is None:
+            self._coder = self._make()
+        return self._coder
 
     # Encoding, with the buffers that it needs: (what is sent, its slots, the slots that are received).
 

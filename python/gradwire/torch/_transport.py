@@ -36,6 +36,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from .._errors import EngineError
 from ._agree import timeout_of_group
+from ._nodes import Layout
 
 
 class BucketTask(Protocol):
@@ -43,7 +44,7 @@ class BucketTask(Protocol):
     received."""
 
     def on_stream(self) -> ContextManager[object]: ...
-    def start(self) -> "Exchange": ...
+    def start(self) -> "Exchange | None": ...  # None: there is no exchange at all, and `finish` is next
     def reduce(self, received: torch.Tensor) -> "Exchange | None": ...  # None: there is no second exchange
     def finish(self, received: torch.Tensor | None) -> None: ...
     def fail(self, error: BaseException) -> None: ...
@@ -75,16 +76,29 @@ def _runs_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 class Transport:
-    """One per process group and kind of device. `acquire` finds or makes it; the last `release` closes it."""
+    """One per process group and kind of device. `acquire` finds or makes it; the last `release` closes it. With a
+    layout of nodes its ranks are those with the same place in all nodes, and there are groups for the ranks within a
+    node."""
 
     _shared: list["Transport"] = []  # those that a new hook may share
     _every: "weakref.WeakSet[Transport]" = weakref.WeakSet()  # those that must end before the interpreter does
     _lock = threading.RLock()  # a hook may be freed, and its transport released, in the middle of anything
     at_exit: list[Callable[[bool], None]] = []  # called last, with whether all backward passes have ended
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None, name: str) -> None:
-        self.group, self.name = group, name
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: timedelta | None,
+        name: str,
+        layout: Layout | None = None,
+    ) -> None:
+        self.group, self.name, self.layout = group, name, layout
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.place, path = 0, f"gradwire/{name}"
+        if layout is not None:
+            node, self.place = layout.places[self.rank]
+            self.rank, self.world, path = node, layout.nodes, f"gradwire/{name}/place {self.place}"
         self.on_streams = _runs_on_streams(group, device)
         self.device = device if self.on_streams else torch.device("cpu")
         self.failure: BaseException | None = None
@@ -95,11 +109,19 @@ class Transport:
         self._threads: list[threading.Thread] = []
         self._queues: list[_Queue]
         # What was begun on a group, and perhaps never waited for. Each list is changed by one thread only.
-        self._begun: dict[str, list["dist.Work"]] = {"up": [], "down": []}
+        self._begun: dict[str, list["dist.Work"]] = {"up": [], "down": [], "in": [], "out": []}
         timeout = timeout or timeout_of_group(group, self.device) or default_pg_timeout
         phases = ["up"] if self.on_streams else ["up", "down", "end"]
-        groups = [self._own_group(f"gradwire/{name}/{phase}", timeout) for phase in phases]
+        groups = [self._own_group(f"{path}/{phase}", self.rank, self.world, timeout) for phase in phases]
         self.up, self.down, self.end = groups[0], groups[-1 if self.on_streams else 1], groups[-1]
+        # Within the node, for the threads "up" and "end".
+        self._within: dict[str, Any] = {}
+        if layout is not None:
+            inside = [
+                self._own_group(f"gradwire/{name}/node {self.rank}/{phase}", self.place, layout.per_node, timeout)
+                for phase in (["up"] if self.on_streams else ["up", "end"])
+            ]
+            self._within = {"in": inside[0], "out": inside[-1]}
         self._queues = [] if self.on_streams else [queue.SimpleQueue() for _ in phases]
         for phase, tasks, after in zip(phases, self._queues, [*self._queues[1:], None]):
             thread = threading.Thread(target=self._work, args=(tasks, after), name=f"gradwire {phase}", daemon=True)
@@ -107,20 +129,26 @@ class Transport:
             self._threads.append(thread)
         Transport._every.add(self)
 
-    def _own_group(self, name: str, timeout: timedelta) -> Any:
+    def _own_group(self, name: str, rank: int, world: int, timeout: timedelta) -> Any:
         """A backend by itself, which torch's list of groups does not contain: making a listed group would involve ranks
         that are not members of the user's group."""
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
         if not self.on_streams:
-            return dist.ProcessGroupGloo(store, self.rank, self.world, timeout)
+            return dist.ProcessGroupGloo(store, rank, world, timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, self.rank, self.world, options)
+        return dist.ProcessGroupNCCL(store, rank, world, options)
 
     # The life of a transport.
 
     @classmethod
-    def acquire(cls, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> "Transport":
+    def acquire(
+        cls,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: timedelta | None,
+        layout: Layout | None = None,
+    ) -> "Transport":
         """A transport for one more hook. Collective.
 
         Garbage is collected at other times on other ranks, so one rank may still have a transport that another rank has
@@ -129,7 +157,10 @@ class Transport:
         with cls._lock:
             for stale in [t for t in cls._shared if t.failure is not None or not _exists(t.group)]:
                 stale.close()
-            usable = [t for t in cls._shared if t.group is group and t.on_streams == _runs_on_streams(group, device)]
+            on_streams = _runs_on_streams(group, device)
+            usable = [
+                t for t in cls._shared if t.group is group and t.on_streams == on_streams and t.layout == layout
+            ]
             mine = usable[-1] if usable and timeout is None else None
             if mine is not None:
                 mine._users += 1  # so that it is not closed while the ranks compare
@@ -140,7 +171,7 @@ class Transport:
             return mine
         if mine is not None:
             mine.release()
-        made = cls(group, device, timeout, names[0][1])
+        made = cls(group, device, timeout, names[0][1], layout)
         made._users = 1
         if timeout is None:
             cls._shared.append(made)
@@ -191,7 +222,7 @@ class Transport:
 
     def __del__(self) -> None:
         if self._is_exchanging():
-            for group in (self.up, self.down, self.end):
+            for group in (self.up, self.down, self.end, *self._within.values()):
                 never_free(group)
 
     @staticmethod
@@ -222,9 +253,10 @@ class Transport:
             self.check()
             # NCCL's work is ordered after this stream, and this stream after NCCL's; the host does not wait.
             with task.on_stream():
-                first = task.start()
-                first.begin(self.up).wait()
-                second = task.reduce(first.recv)
+                first, second = task.start(), None
+                if first is not None:
+                    first.begin(self.up).wait()
+                    second = task.reduce(first.recv)
                 if second is not None:
                     second.begin(self.down).wait()
                 task.finish(second.recv if second is not None else None)
@@ -236,27 +268,29 @@ class Transport:
         try:
             self.check()
             first = task.start()
-            work = self._begin(first, self.up, "up")
+            work = self._begin(first, self.up, "up") if first is not None else None
         except BaseException as error:
             self._fail(task, error)
         else:
             self._queues[1].put(lambda: self._down(task, first, work))
 
-    def _down(self, task: BucketTask, first: Exchange, work: "dist.Work") -> None:
+    def _down(self, task: BucketTask, first: Exchange | None, work: "dist.Work | None") -> None:
         try:
             self.check()
-            self._wait(work, task, "down")
-            second = task.reduce(first.recv)
-            work = self._begin(second, self.down, "down") if second is not None else work
+            second = None
+            if first is not None and work is not None:
+                self._wait(work, task, "down")
+                second = task.reduce(first.recv)
+            work = self._begin(second, self.down, "down") if second is not None else None
         except BaseException as error:
             self._fail(task, error)
         else:
             self._queues[2].put(lambda: self._end(task, second, work))
 
-    def _end(self, task: BucketTask, second: Exchange | None, work: "dist.Work") -> None:
+    def _end(self, task: BucketTask, second: Exchange | None, work: "dist.Work | None") -> None:
         try:
             self.check()
-            if second is not None:
+            if work is not None:
                 self._wait(work, task, "end")
             task.finish(second.recv if second is not None else None)
             self._pending.remove(task)
@@ -286,21 +320,45 @@ class Transport:
                 f"an earlier bucket failed, and this process group with it: {self.failure}", field="transport"
             )
 
+    # Within a node.
+
+    def within(self, exchange: Exchange, way: str, task: BucketTask) -> None:
+        """An exchange between the ranks of a node, to its end; on streams, until it is enqueued. way: "in" for `start`,
+        "out" for `finish`, because these have a group each."""
+        work = self._begin(exchange, self._within[way], way)
+        if self.on_streams:
+            work.wait()
+        else:
+            self._wait(work, task, way)
+
     # Small collectives of a hook.
 
     def gather_bytes(self, mine: bytes) -> bytes:
         """The bytes of all ranks, one after the other; all ranks give equally many. Only `finish` may call this,
         because it uses the group `end`."""
+        return self._gathered(mine, self.end, self.world)
+
+    def gather_everywhere(self, mine: bytes) -> bytes:
+        """The same for the ranks of all nodes, in an order that is not said."""
+        every = self.gather_bytes(mine)
+        if self.layout is not None:
+            every = self._gathered(every, self._within["out"], self.layout.per_node)
+        return every
+
+    def _gathered(self, mine: bytes, group: Any, world: int) -> bytes:
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
-        every = torch.empty(self.world * own.numel(), dtype=torch.uint8, device=self.device)
-        self.end._allgather_base(every, own).wait()
+        every = torch.empty(world * own.numel(), dtype=torch.uint8, device=self.device)
+        group._allgather_base(every, own).wait()
         return bytes(every.cpu().numpy())
 
     def any_rank(self, flags: torch.Tensor) -> list[int]:
-        """uint8 flags: 1 where any rank has 1. Only `start` may call this, because it uses the group `up`."""
+        """uint8 flags: 1 where any rank, of any node, has 1. Only `start` may call this, because it uses the group
+        `up`."""
         flags = flags.to(self.device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        if self._within:
+            self._within["in"].allreduce([flags], options).wait()
         self.up.allreduce([flags], options).wait()
         return [int(flag) for flag in flags.tolist()]
 
