@@ -336,7 +336,9 @@ TEST(Conformance, ThreadsAndGroupingDoNotMatter) {
           << spec << " " << list[i].name;
     }
     const TestDevice gpu(Device{.kind = cuda_devices() > 0 ? Device::Kind::cuda : Device::Kind::cpu});
-    if (gpu.runs(spec)) EXPECT_EQ(gpu.encode(together, in, stamp), message) << spec;
+    if (gpu.runs(spec)) {
+      EXPECT_EQ(gpu.encode(together, in, stamp), message) << spec;
+    }
   }
 }
 

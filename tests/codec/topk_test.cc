@@ -71,7 +71,9 @@ TEST(TopkPlaces, OnlyWhatAnEncoderWritesIsTaken) {
       const std::vector<uint32_t> found = read(p, words, taken);
       for (size_t j = 0; j < found.size(); ++j) {
         ASSERT_LT(found[j], elements);
-        if (j > 0) ASSERT_GT(found[j], found[j - 1]);
+        if (j > 0) {
+          ASSERT_GT(found[j], found[j - 1]);
+        }
       }
       if (!taken) continue;
       ++taken_count;

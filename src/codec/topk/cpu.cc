@@ -216,10 +216,10 @@ const UnitOps kTopkUnits = {
     .encode = encode_topk,
     .check = check_topk,
     .decode = decode_topk,
-    .cpu_only = topk_packed,
 #if defined(GRADWIRE_HAS_CUDA)
     .cuda = &kTopkCudaUnits,
 #endif
+    .cpu_only = topk_packed,
 };
 
 }  // namespace gradwire

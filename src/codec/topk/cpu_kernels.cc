@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// topk's choice among the values of a tile and the levels of what it chose, compiled once per vector target and once as the reference loop.
+// topk's choice among the values of a tile and the levels of what it chose, compiled once per vector target and once
+// as the reference loop.
 #include <algorithm>
 #include <cmath>
 #include <functional>

@@ -4,8 +4,8 @@
 //
 // index=coded is the code of Elias and Fano, whose size follows from (elements, k) alone. With l low bits, the lower l
 // bits of all indices stand one after another. Behind them, from a new word on, is a string of bits: index j sets bit
-// (index >> l) + j, so the upper parts are the gaps between the bits that are set. That is less than l + 3 bits an index,
-// at most 0.56 above the least that a code of fixed size can have.
+// (index >> l) + j, so the upper parts are the gaps between the bits that are set. That is less than l + 3 bits an
+// index, and at most 0.56 above the least that a code of fixed size can have.
 #pragma once
 
 #include <bit>

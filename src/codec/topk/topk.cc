@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The strongest values of a unit: exactly with their indices (Aji and Heafield), or packed. docs/algorithms.md says what
-// packing costs and gains.
+// The strongest values of a unit: exactly, with their indices (Aji and Heafield, 2017), or packed. docs/algorithms.md
+// says what packing costs and gains.
 #include <fmt/format.h>
 
 #include "codec/body.h"
