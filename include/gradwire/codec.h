@@ -2,7 +2,8 @@
 // A codec is named by one string everywhere: in C++, on the command line, in messages, logs and benchmark rows.
 //
 //   Codec codec = Codec::parse("qsgd:bits=4");
-//   codec.str()                // "qsgd:bits=4,bucket=1024,norm=max,rounding=random": canonical, every parameter
+//   codec.str()                // "qsgd:bits=4,bucket=1024,norm=max,rounding=random": canonical, every parameter but
+//                              // those that came to a codec later (docs/wire-format.md) and have their defaults
 //   codec.bytes(1'000'000)     // what a tensor of a million elements takes in a message
 //
 // Some codecs learn: levels, clusters, a number of bits. What was learned is a small table that is part of the codec:

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -29,6 +30,9 @@ struct Parameter {
   bool learning = false;  // says how the codec learns, not how a step is encoded: it is no part of a message
   std::string alone{};    // its value when one tensor is fitted by itself, at once; empty: the given one
   std::string paper{};    // its default in mode=paper; empty: the same as otherwise
+  // Came to a codec that messages already carried. The text of a spec names all such parameters of a codec, or none of
+  // them where all have their defaults: so the messages of before keep their bytes.
+  bool later = false;
 
   std::string allowed() const;                            // in words
   std::string canonical(const std::string& value) const;  // throws Error{usage}
@@ -50,6 +54,8 @@ struct CodecDef {
   std::string example;                  // what a user would write
   std::vector<std::string> specs = {};  // further specs worth testing, beside each parameter at its ends
   std::vector<Parameter> parameters = {};
+  // Sets defaults that follow from the values of other parameters; `given` are those that a spec names. Null: none do.
+  std::function<void(Values&, const std::set<std::string>& given)> defaults = {};
   std::function<Scheme(const Values&)> scheme;  // may throw Error{usage} where values do not go together
   std::function<Traits(const Values&)> traits;
 

@@ -37,6 +37,12 @@ inline Parameter learning(Parameter parameter, const std::string& alone = {}) {
   return parameter;
 }
 
+// A parameter that came to a codec after its first messages; see Parameter::later.
+inline Parameter later(Parameter parameter) {
+  parameter.later = true;
+  return parameter;
+}
+
 inline Parameter bucket_parameter() { return power_of_two("bucket", "1024", 64, kTile, "elements that share a norm"); }
 inline Parameter norm_parameter() {
   return choice("norm", {"max", "l2"}, "the bucket's norm: largest magnitude, or Euclidean as published");

@@ -104,7 +104,11 @@ struct Codec::Impl {
       scheme.table_size = static_cast<uint32_t>(floats.size());
     }
     text = wire_text = d.name;
+    const bool as_before = std::all_of(d.parameters.begin(), d.parameters.end(), [&](const Parameter& p) {
+      return !p.later || values.text.at(p.name) == p.fallback;
+    });
     for (const Parameter& p : d.parameters) {
+      if (p.later && as_before) continue;
       const std::string item = fmt::format("{}={}", p.name, values.text.at(p.name));
       text += (text.size() == d.name.size() ? ':' : ',') + item;
       if (!p.learning) wire_text += (wire_text.size() == d.name.size() ? ':' : ',') + item;
@@ -161,6 +165,7 @@ std::shared_ptr<const Codec::Impl> Codec::Impl::parse(std::string_view spec, boo
   })};
   for (const Parameter& p : def->parameters)
     if (!p.paper.empty() && !given.contains(p.name) && values.choice("mode") == "paper") values.text[p.name] = p.paper;
+  if (def->defaults) def->defaults(values, given);
   return std::make_shared<Impl>(*def, std::move(values), Table{});
 }
 

@@ -303,6 +303,37 @@ inline Expectation expect_onebit(const Codec&, const std::vector<double>& x) {
   return e;
 }
 
+// Magnitudes on n levels low + rise * i^2, fitted in four rounds: to the nearest level, then least squares.
+inline std::vector<double> on_levels(const std::vector<double>& magnitudes, int n) {
+  const double count = static_cast<double>(magnitudes.size()),
+               total = std::accumulate(magnitudes.begin(), magnitudes.end(), 0.0);
+  const auto [least, most] = std::minmax_element(magnitudes.begin(), magnitudes.end());
+  double low = n == 1 ? total / count : *least,
+         rise = n == 1 ? 0 : (*most - *least) / (n == 2 ? 2 : std::pow(n - 1, 2));
+  const auto nearest = [&](double v) {
+    int best = 0;
+    for (int i = 1; i < n; ++i)
+      if (std::fabs(v - low - rise * i * i) < std::fabs(v - low - rise * best * best)) best = i;
+    return static_cast<double>(best * best);
+  };
+  for (int round = 0; n > 1 && round < 4; ++round) {
+    double squares = 0, fourths = 0, products = 0;
+    for (const double v : magnitudes) {
+      const double square = nearest(v);
+      squares += square;
+      fourths += square * square;
+      products += square * v;
+    }
+    const double determinant = count * fourths - squares * squares;
+    if (determinant <= 0) continue;
+    rise = std::max((count * products - squares * total) / determinant, 0.0);
+    low = std::max((total - rise * squares) / count, 0.0);
+  }
+  std::vector<double> out;
+  for (const double v : magnitudes) out.push_back(low + rise * nearest(v));
+  return out;
+}
+
 inline Expectation expect_topk(const Codec& codec, const std::vector<double>& x) {
   Expectation e;
   const double n = static_cast<double>(x.size());
@@ -312,7 +343,18 @@ inline Expectation expect_topk(const Codec& codec, const std::vector<double>& x)
   e.exact = true;
   e.value.assign(x.size(), 0);
   const size_t keep = std::max<size_t>(1, static_cast<size_t>(std::ceil(std::stod(codec.get("ratio")) * n)));
-  for (size_t i = 0; i < std::min(keep, x.size()); ++i) e.value[order[i]] = x[order[i]];
+  order.resize(std::min(keep, x.size()));
+  const int bits = std::stoi(codec.get("bits"));
+  if (bits > 8) {
+    for (const size_t i : order) e.value[i] = bits == 32 ? x[i] : expect_float<8, -133>(codec, {x[i]}).value[0];
+    return e;
+  }
+  std::vector<double> magnitudes;
+  for (const size_t i : order) magnitudes.push_back(std::fabs(x[i]));
+  const std::vector<double> levels = on_levels(magnitudes, 1 << (bits - 1));
+  for (size_t j = 0; j < order.size(); ++j) e.value[order[j]] = std::copysign(levels[j], x[order[j]]);
+  e.sum = true;  // a value in the middle between two levels may take either
+  e.slack = 0x1p-18 * largest(x) + 0x1p-147;
   return e;
 }
 

@@ -43,7 +43,8 @@ const std::vector<NamedTensor> kModel{{"embed", lighter(100'003, 35'003), DType:
 TEST(Grouping, AndOrderDoNotMatter) {
   const int world = 3, steps = 3;
   std::mt19937 random(2024);
-  for (const char* codec : {"qsgd:bits=3", "onebit", "topk:ratio=0.05", "*.bias=fp16;*=terngrad"})
+  for (const char* codec :
+       {"qsgd:bits=3", "onebit", "topk:ratio=0.05", "topk:ratio=0.05,bits=2", "*.bias=fp16;*=terngrad"})
     for (Method method : kMethods) {
       const ReduceOptions options{.method = method, .up = codec, .feedback = Feedback::on, .seed = 9};
       std::map<std::string, std::vector<std::byte>> base_values;

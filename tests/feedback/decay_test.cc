@@ -99,7 +99,8 @@ TEST(Decay, AConstantGradientLeavesAtMostAGeometricSum) {
 
 // ||e'|| <= q (||g|| + decay ||e||), where q < 1 is the part of its input that a codec leaves out.
 TEST(Decay, EveryCodecWithFeedbackStaysBelowItsOwnGeometricSum) {
-  for (const char* codec : {"onebit", "topk:ratio=0.03", "fft:theta=0.85", "casq:bits=2", "loggrid:k=0"})
+  for (const char* codec :
+       {"onebit", "topk:ratio=0.03", "topk:ratio=0.03,bits=2", "fft:theta=0.85", "casq:bits=2", "loggrid:k=0"})
     for (uint64_t seed = 0; seed < 2; ++seed) {
       const std::vector<float> gradient = normal_gradient(seed);
       const double whole = norm(gradient), decay = 0.75;

@@ -423,7 +423,7 @@ TEST_F(Document, SizesAreThoseOfThePlan) {
       EXPECT_EQ(bound(codec, count), std::stoull((*i)[2].str()) + codec.bytes(count)) << codec.str();
     }
   }
-  EXPECT_EQ(found, 26u);
+  EXPECT_EQ(found, 29u);
 }
 
 }  // namespace

@@ -66,7 +66,8 @@ TEST(ServerFeedback, AnUnbiasedCodecWithFewBitsIsAsGoodAsOverAReducer) {
 TEST(ServerFeedback, EveryChoiceGivesTheWeightsOfAReducerBitForBit) {
   const NoisyQuadratic problem(QuadraticProfile::layered, 2);
   constexpr uint64_t kChoiceSteps = 40;
-  for (const char* up : {"qsgd:bits=2", "loggrid:k=2", "bf16", "layer0=topk:ratio=0.1;*=terngrad", "optquant:bits=2"})
+  for (const char* up :
+       {"qsgd:bits=2", "loggrid:k=2", "bf16", "layer0=topk:ratio=0.1,bits=2;*=terngrad", "optquant:bits=2"})
     for (const Feedback feedback : {Feedback::codec, Feedback::on, Feedback::off}) {
       SCOPED_TRACE(fmt::format("{} {}", up, static_cast<int>(feedback)));
       const Signature signature = feedback_signature(up, feedback);

@@ -102,6 +102,30 @@ inline std::vector<uint32_t> frequencies(uint32_t mantissa, double theta) {
   return {mantissa, static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
 }
 
+// topk with packed values and places.
+inline void add_packed(std::vector<GoldenCase>& all) {
+  for (const int bits : {1, 2, 3, 4, 5, 6, 7, 8, 16})
+    all.push_back(one(fmt::format("topk_bits{}", bits), fmt::format("topk:ratio=0.1,bits={}", bits), 700));
+  for (const char* index : {"raw", "bitmap"})
+    all.push_back(one(fmt::format("topk_bits3_{}", index), fmt::format("topk:ratio=0.07,bits=3,index={}", index), 333));
+  for (const char* index : {"coded", "bitmap"})
+    all.push_back(one(fmt::format("topk_{}", index), fmt::format("topk:ratio=0.05,index={}", index), 301));
+  all.push_back(one("topk_coded_all", "topk:ratio=1,bits=4", 70));
+  all.push_back(one("topk_coded_1", "topk:bits=2", 1));
+  all.push_back(one("topk_coded_ties", "topk:ratio=0.1,bits=3", 700, 0.01f, Edit::ties));
+  for (const int bits : {1, 2, 16})
+    all.push_back(one(fmt::format("topk_bits{}_not_finite", bits), fmt::format("topk:ratio=0.05,bits={}", bits), 210,
+                      0.01f, Edit::not_finite));
+  all.push_back(one("topk_coded_not_finite", "topk:ratio=0.05,index=coded", 210, 0.01f, Edit::not_finite));
+  for (const int bits : {2, 8, 16}) {
+    const std::string spec = fmt::format("topk:ratio=0.3,bits={}", bits);
+    all.push_back(one(fmt::format("topk_bits{}_extremes", bits), spec, 130, 1e38f, Edit::extremes));
+    all.push_back(one(fmt::format("topk_bits{}_subnormal", bits), spec, 70, 1e-41f));
+  }
+  all.push_back(one("topk_bits2_zeros", "topk:ratio=0.1,bits=2", 70, 0.01f, Edit::zeros));
+  all.push_back(one("topk_bits2_bf16", "topk:ratio=0.1,bits=2", 300, 0.01f, Edit::none, DType::bf16));
+}
+
 // The codecs of methods.cc: a code an element.
 inline void add_methods(std::vector<GoldenCase>& all) {
   for (uint64_t count : {0, 1, 33, 1025}) all.push_back(one(fmt::format("optquant_{}", count), "optquant", count));
@@ -255,6 +279,7 @@ inline std::vector<GoldenCase> cases() {
   all.push_back(one("topk_all", "topk:ratio=1", 70));
   all.push_back(one("topk_paper", "topk:ratio=0.02,mode=paper", 300));
   all.push_back(one("topk_ties", "topk:ratio=0.1", 700, 0.01f, Edit::ties));
+  add_packed(all);
 
   // Not-a-number units, and values at the ends of the range.
   for (const char* spec : {"fp32", "fp16", "bf16", "qsgd:bucket=64", "qsgd:bits=8", "terngrad", "onebit", "topk"}) {
@@ -345,6 +370,8 @@ inline std::vector<GoldenCase> cases() {
       one("large_terngrad_paper", "terngrad:mode=paper", 40000),
       one("large_topk", "topk", 40000),
       one("large_topk_paper", "topk:ratio=0.001,mode=paper", 70000),  // above 65536: indices of 32 bits
+      one("large_topk_bits2", "topk:ratio=0.015625,bits=2", 40000),
+      one("large_topk_bits6", "topk:ratio=0.3,bits=6,index=bitmap", 33000),
       one("large_qsgd", "qsgd:bits=2,bucket=32768", 40000),
       one("large_optquant", "optquant:bits=2,bucket=32768", 40000),
       one("large_loggrid_tensor", "loggrid:k=0,scale=tensor", 40000),

@@ -291,6 +291,24 @@ MALFORMED = [
     (26, "topk_not_finite", put("end", -4, "H", 209), "indices"),
     (26, "topk_not_finite", put("end", -2, "H", 1), "indices"),
     (26, "large_topk_paper", put("end", -4, "I", 70000), "indices"),
+    # Two scales, 70 values of 2 bits in five words, 210 low bits in seven, 70 + 87 high bits in five.
+    (13, "topk_bits2", swap(b",bits=2,index=coded", b",bits=9,index=coded"), "spec"),
+    (13, "topk_bits2", swap(b",bits=2,index=coded", b",bits=2,index=codex"), "spec"),
+    (13, "topk_bits2", swap(b"mode=tile,bits=2,index=coded", b"mode=tile,index=coded,bits=2"), "spec"),
+    (13, "topk_bits16", swap(b",bits=16,index=coded", b",bits=32,index=raw,,"), "spec"),
+    (24, "topk_bits2", put("body", 0, "I", MINUS_ZERO), "scales"),
+    (24, "topk_bits2", put("body", 4, "I", INF), "scales"),
+    (24, "topk_bits2", put("body", 4, "I", MARKER), "scales"),
+    (24, "topk_bits2_not_finite", put("body", 4, "I", 1), "scales"),
+    (23, "topk_bits2", put("body", 8 + 17, "B", 0xF0), "padding"),
+    (25, "topk_bits2_not_finite", put("body", 8, "I", 1), "values"),
+    (25, "topk_bits16", put("body", 2, "H", 0x7F80), "values"),
+    (25, "topk_bits16_not_finite", put("body", 2, "H", 0x8000), "values"),
+    (26, "topk_bits2", put("end", -20, "I", 0), "indices"),  # too few
+    (26, "topk_bits2", put("end", -20, "I", 2**32 - 1), "indices"),  # too many
+    (26, "topk_bits2", put("end", -1, "B", 0x80), "indices"),  # behind the string
+    (26, "topk_bits2_not_finite", put("end", -4, "I", 1), "indices"),
+    (26, "topk_bitmap", put("end", -4, "I", 2**32 - 1), "indices"),
     (27, "fp32_1", put("body", 0, "I", INF), "codes"),
     (27, "fp32_1", put("body", 0, "I", 0xFFC00000), "codes"),
     (27, "fp16_33", put("body", 0, "H", 0xFC00), "codes"),

@@ -61,9 +61,26 @@ def kept(spec, elements):
     return min(max(share_of(spec.parameters["ratio"], elements), 1), elements)
 
 
+def elias_fano(elements, k):
+    """The low bits of an index, and the bits of the string behind them all."""
+    low = (elements // k).bit_length() - 1
+    return low, k + ((elements - 1) >> low)
+
+
+def topk_parts(spec, elements, wide):
+    """Words of the scales, the values and the places of a unit."""
+    k, b, index = kept(spec, elements), spec.parameters["bits"], spec.parameters["index"]
+    places = k if wide else div_up(k, 2)
+    if index == "bitmap":
+        places = div_up(elements, 32)
+    if index == "coded":
+        low, high = elias_fano(elements, k)
+        places = div_up(k * low, 32) + div_up(high, 32)
+    return (0 if b > 8 else 1 if b == 1 else 2), div_up(k * b, 32), places
+
+
 def topk_words(spec, elements, wide):
-    k = kept(spec, elements)
-    return k + (k if wide else div_up(k, 2))
+    return sum(topk_parts(spec, elements, wide))
 
 
 def casq_means(spec, elements):
@@ -228,25 +245,69 @@ def decode_onebit(spec, region, count, first=0):
     return scales[np.arange(count) // unit_elements(spec, count), codes]  # a marked unit has the marker at both
 
 
+def topk_levels(b, scales):
+    top = 2 ** (b - 1) - 1
+    i = np.arange(top + 1, dtype="<f4")
+    with np.errstate(over="ignore", under="ignore"):
+        rise = floats_of(scales[1:]) * (i * i / np.float32(top * top)) if top else np.zeros(1, "<f4")
+        return np.minimum(floats_of(scales[:1]) + rise, LARGEST)
+
+
+def topk_values(b, k, scales, words):
+    """The bits of k values; None where the unit is marked."""
+    marked = (scales if b <= 8 else words)[0] & np.uint32(0xFFFF if b == 16 else M32) == (0x7FC0 if b == 16 else MARKER)
+    malformed = scales[1:].any() if marked else (scales >= INFINITY).any()
+    refuse_if(malformed, "scales", "negative, Inf, a NaN that is not the marker, or a scale beside the marker")
+    string = bits_of(words)
+    refuse_if(string[k * b :].any(), "padding", "an unused bit after the values is set")
+    codes = codes_of(string[: k * b], b).astype(np.uint32)
+    if marked:
+        refuse_if(codes[b > 8 :].any(), "values", "a value beside the marker")
+        return None
+    if b <= 8:
+        magnitude, sign = codes & np.uint32(2 ** (b - 1) - 1), codes >> np.uint32(b - 1)
+        return topk_levels(b, scales).view("<u4")[magnitude] | sign << np.uint32(31)
+    values = codes << np.uint32(32 - b)
+    refuse_if(((values & np.uint32(0x7FFFFFFF)) >= INFINITY).any(), "values", "Inf or a NaN that is not the marker")
+    return values
+
+
+def topk_places(spec, k, elements, words, wide):
+    index = spec.parameters["index"]
+    if index == "raw":
+        indices = (words if wide else np.ascontiguousarray(words).view("<u2")).astype(np.int64)
+        refuse_if(indices[k:].any(), "indices", "the unused half word is not zero")
+        return indices[:k]
+    string = bits_of(words)
+    if index == "bitmap":
+        indices = np.flatnonzero(string)
+        refuse_if(indices.size != k, "indices", f"{indices.size} bits, expected {k}")
+        return indices
+    low, high = elias_fano(elements, k)
+    low_end = div_up(k * low, 32) * 32
+    lower, upper = string[:low_end], np.flatnonzero(string[low_end:])
+    refuse_if(lower[k * low :].any() or (upper >= high).any(), "indices", "an unused bit is set")
+    refuse_if(upper.size != k, "indices", f"{upper.size} bits, expected {k}")
+    lower = codes_of(lower[: k * low], low).astype(np.int64) if low else np.zeros(k, np.int64)
+    return (upper - np.arange(k) << low) + lower
+
+
 def decode_topk(spec, region, count, first=0):
-    u = unit_elements(spec, count)
+    u, b = unit_elements(spec, count), spec.parameters["bits"]
     bits, at = np.zeros(count, np.uint32), 0
     for start in range(0, count, u):
         elements = min(u, count - start)
-        k = kept(spec, elements)
-        values, words = region[at : at + k], region[at + k : at + topk_words(spec, elements, u > 65536)]
-        at += k + words.size
-        marked = values[0] == MARKER
-        malformed = values[1:].any() if marked else ((values & np.uint32(0x7FFFFFFF)) >= INFINITY).any()
-        refuse_if(malformed, "values", "Inf, a NaN that is not the marker, or a value beside the marker")
-        indices = (words if u > 65536 else np.ascontiguousarray(words).view("<u2")).astype(np.int64)
-        refuse_if(indices[k:].any(), "indices", "the unused half word is not zero")
-        indices = indices[:k]
+        k, parts = kept(spec, elements), topk_parts(spec, elements, u > 65536)
+        scales, words, places = np.split(region[at : at + sum(parts)], np.cumsum(parts)[:2])
+        at += sum(parts)
+        values = topk_values(b, k, scales, words)
+        indices = topk_places(spec, k, elements, places, u > 65536)
         refuse_if((indices >= elements).any() or (np.diff(indices) <= 0).any(), "indices", "too large or not ascending")
-        refuse_if(marked and indices[-1] != k - 1, "indices", "index j of a marked unit is not j")
-        bits[start + indices] = values
-        if marked:
+        if values is None:
+            refuse_if(indices[-1] != k - 1, "indices", "index j of a marked unit is not j")
             bits[start : start + elements] = MARKER
+        else:
+            bits[start + indices] = values
     return bits
 
 

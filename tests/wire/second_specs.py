@@ -89,6 +89,10 @@ CODECS = {
 }
 
 
+# Parameters that came later, with the values that a text without them means. A text has all of a codec's, or none.
+LATER = {"topk": [("bits", one_of(*range(1, 9), 16, 32), 32), ("index", one_of("raw", "coded", "bitmap"), "raw")]}
+
+
 def parse_spec(raw, table=()):
     """Rule 13's part that concerns the text, then rule 12's that concerns the table."""
     refuse_if(not raw.isascii(), "spec", f"{raw!r} is not ASCII")
@@ -96,12 +100,17 @@ def parse_spec(raw, table=()):
     name, colon, rest = text.partition(":")
     refuse_if(name not in CODECS, "spec", f"unknown codec in {text!r}")
     given = rest.split(",") if colon else []
-    refuse_if(len(given) != len(CODECS[name]), "spec", f"{text!r} has {len(given)} parameters")
-    parameters = {}
-    for item, (parameter, parse) in zip(given, CODECS[name]):
+    later, expected = LATER.get(name, []), CODECS[name]
+    parameters = {parameter: value for parameter, _, value in later}
+    if later and len(given) == len(expected) + len(later):
+        expected = expected + [(parameter, parse) for parameter, parse, _ in later]
+    refuse_if(len(given) != len(expected), "spec", f"{text!r} has {len(given)} parameters")
+    for item, (parameter, parse) in zip(given, expected):
         key, _, value = item.partition("=")
         parameters[key] = parse(value) if key == parameter else None
         refuse_if(parameters[key] is None, "spec", f"{item!r} in {text!r}, expected a canonical {parameter}")
+    refuse_if(len(expected) > len(CODECS[name]) and all(parameters[p] == value for p, _, value in later), "spec",
+              f"{text!r} names what is left out where all of it has the first values")
     plain = Spec(text, name, parameters, ())
     refuse_if(not goes_together(plain), "spec", f"values of {text!r} do not go together")
     spec = plain._replace(table=tuple(int(word) for word in table))
@@ -119,6 +128,8 @@ def goes_together(spec):
         return range_exists(spec) if p["max"] > 0 else np.float32(p["eps"]) == 0 and np.float32(p["min"]) == 0
     if spec.name == "casq":
         return p["counts"] == "off" or p["mode"] == "paper"
+    if spec.name == "topk":
+        return p["mode"] == "tile" or (p["bits"], p["index"]) == (32, "raw")
     return spec.name != "fft" or p["mantissa"] <= p["bits"] - 2
 
 

@@ -27,7 +27,7 @@ MANIFEST = json.loads((GOLDEN / "manifest.json").read_text(encoding="utf-8"))
 FRAMES = MANIFEST["frames"] + MANIFEST["large"]
 DTYPES = ["f32", "f16", "bf16"]
 # The smallest frame of every codec that has elements.
-SMALL = ["fp32_1", "fp16_33", "bf16_33", "qsgd_33", "terngrad_clip0", "onebit_paper", "topk_1200",
+SMALL = ["fp32_1", "fp16_33", "bf16_33", "qsgd_33", "terngrad_clip0", "onebit_paper", "topk_1200", "topk_coded_1",
          "optquant_33", "optquant_fitted2", "dqsgd_33", "rangefloat_33", "loggrid_33", "unigrid_33", "casq_3",
          "casq_paper_1", "fft_33"]
 
@@ -210,8 +210,8 @@ def short_examples():
         name, _, given = re.match("`(.*?)`", title)[1].partition(":")
         text = canonical_examples()[name]
         for item in given.split(",") if given else ():
-            key, _, value = item.partition("=")
-            text = re.sub(rf"\b{key}=[^,]+", f"{key}={value}", text)
+            key = item.partition("=")[0]
+            text = re.sub(rf"\b{key}=[^,]+", item, text) if f"{key}=" in text else f"{text},{item}"
         table = re.search(r", table ([0-9a-f]{8})", title)
         spec = specs.parse_spec(text.encode(), [int(table[1], 16)] if table else [])
         yield pytest.param(spec, *(np.array([int(word, 16) for word in column.split()], "<u4")
@@ -226,7 +226,7 @@ def test_canonical_examples_of_the_document_are_canonical():
 def test_every_codec_has_a_worked_example():
     examples = [example.id for example in worked_examples()] + [example.values[0].name for example in short_examples()]
     assert list(dict.fromkeys(examples)) == list(specs.CODECS)
-    assert len(examples) == 8 + 13
+    assert len(examples) == 8 + 14
 
 
 @pytest.mark.parametrize("message, addresses, decodes_to, H, words", list(worked_examples()))

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // topk's units on the CPU. The strongest values of a tile are chosen by a vector kernel; those of a whole tensor by
-// counting the magnitudes digit by digit, in three passes and without further memory.
+// counting the magnitudes digit by digit, in three passes and without further memory. What is written of f32 values
+// with raw indices stands here, all other forms in packed.h.
 #include "codec/topk/cpu.h"
 
 #include <array>
+#include <new>
 
 #include "codec/blocks.h"
 #include "codec/topk/kernels.h"
 #include "codec/topk/layout.h"
+#include "codec/topk/packed.h"
 
 #if defined(GRADWIRE_HAS_CUDA)
 #include "codec/topk/cuda.h"
@@ -85,12 +88,26 @@ KeptThreshold radix_threshold(const Kernels& kernels, const Span& s, const TopkU
   return {prefix, left};
 }
 
-void encode_marked(const Kernels& kernels, const Span& s, const TopkUnit& u, KeptWriter write) {
-  for (uint64_t j = 0; j < u.k; ++j) write(j == 0 ? kMarker : 0, static_cast<uint32_t>(j));
+// The keys of the choice are of no use once it is made. Their memory then holds the values of what was chosen, or of
+// what was received, and room for their codes.
+struct KeptMemory {
+  float* values;
+  uint32_t* codes;
+  explicit KeptMemory(Scratch& scratch)
+      : values(new (scratch.keys) float[kTile]), codes(new (scratch.keys + kTile / 2) uint32_t[kTile]) {}
+};
+
+void encode_marked(const Kernels& kernels, const Span& s, const TopkUnit& u, uint32_t* words, Scratch& scratch) {
+  KeptWriter write{words, words + u.k, u.wide};
+  if (topk_packed(*s.scheme))
+    encode_packed_marked(PackedUnit(*s.scheme, u.elements, words), scratch.codes);
+  else
+    for (uint64_t j = 0; j < u.k; ++j) write(j == 0 ? kMarker : 0, static_cast<uint32_t>(j));
   keep_residuals(kernels, s);
 }
 
-void encode_tile(const Kernels& kernels, const Span& s, const TopkUnit& u, KeptWriter write, Scratch& scratch) {
+void encode_tile(const Kernels& kernels, const Span& s, const TopkUnit& u, uint32_t* words, uint32_t absmax,
+                 Scratch& scratch) {
   const float* x = scratch.x;
   if (s.dtype == DType::f32 && !s.before)
     x = static_cast<const float*>(s.in) + u.begin;
@@ -98,11 +115,19 @@ void encode_tile(const Kernels& kernels, const Span& s, const TopkUnit& u, KeptW
     load_blocks(kernels, s, s.begin, s.end, scratch.x);
   uint32_t* chosen = scratch.codes;
   topk_kernels(kernels).select(x, static_cast<uint32_t>(u.elements), static_cast<uint32_t>(u.k), chosen, scratch);
-  for (uint64_t j = 0; j < u.k; ++j) write(float_bits(x[chosen[j]]), chosen[j]);
+  const float* sent = nullptr;  // null: the values themselves
+  if (topk_packed(*s.scheme)) {
+    const KeptMemory kept(scratch);
+    encode_packed(kernels, PackedUnit(*s.scheme, u.elements, words), x, absmax, chosen, kept.values, kept.codes);
+    sent = kept.values;
+  } else {
+    KeptWriter write{words, words + u.k, u.wide};
+    for (uint64_t j = 0; j < u.k; ++j) write(float_bits(x[chosen[j]]), chosen[j]);
+  }
   if (!s.before) return;
-  // What is sent is sent exactly, so the residual is what is left when the chosen values are zero.
+  // The residual is what is left when what is sent is taken away: of the chosen values nothing, or what packing cost.
   const float unscale = s.unscale;
-  for (uint64_t j = 0; j < u.k; ++j) scratch.x[chosen[j]] = 0;
+  for (uint64_t j = 0; j < u.k; ++j) scratch.x[chosen[j]] = sent ? x[chosen[j]] - sent[j] : 0;
   for (uint64_t i = 0; i < u.elements; ++i) scratch.x[i] *= unscale;
   for (uint64_t block = s.begin; block < s.end; ++block)
     kernels.put_residual(s, block, scratch.x + (block * kBlock - u.begin));
@@ -130,17 +155,18 @@ void encode_topk(const Kernels& kernels, const Span& span, uint64_t number, Scra
   s.begin = u.begin / kBlock;
   s.end = div_up(u.begin + u.elements, kBlock);
   uint32_t* words = s.region + u.words;
-  const KeptWriter write{words, words + u.k, u.wide};
-  if (kernels.absmax(s, scratch) >= kInfBits)
-    encode_marked(kernels, s, u, write);
+  const uint32_t absmax = kernels.absmax(s, scratch);
+  if (absmax >= kInfBits)
+    encode_marked(kernels, s, u, words, scratch);
   else if (u.elements <= kTile)
-    encode_tile(kernels, s, u, write, scratch);
+    encode_tile(kernels, s, u, words, absmax, scratch);
   else
-    encode_whole(kernels, s, u, write, scratch);
+    encode_whole(kernels, s, u, {words, words + u.k, u.wide}, scratch);
   add_words(kernels, words, topk_unit_words(*s.scheme, s.count, u.elements), s.region_index + u.words, check);
 }
 
 const char* bad_field(const Span& s, const TopkUnit& u) {
+  if (topk_packed(*s.scheme)) return packed_problem(PackedUnit(*s.scheme, u.elements, s.region + u.words));
   const uint32_t *values = s.region + u.words, *indices = values + u.k;
   const bool marked = values[0] == kMarker;
   for (uint64_t j = 0; j < u.k; ++j) {
@@ -157,16 +183,27 @@ UnitProblem check_topk(const Span& s, uint64_t number) { return {bad_field(s, to
 
 void decode_topk(const Kernels& kernels, const Span& s, uint64_t number, Scratch& scratch) {
   const TopkUnit u = topk_unit(s, number);
+  // Values as patterns, with raw indices where they stand in the message; of packed units as they are decoded.
   const uint32_t *values = s.region + u.words, *indices = values + u.k;
-  const bool marked = values[0] == kMarker;
+  const float* kept = nullptr;
+  bool marked = false;
+  if (topk_packed(*s.scheme)) {
+    const KeptMemory memory(scratch);
+    marked = decode_packed(kernels, PackedUnit(*s.scheme, u.elements, s.region + u.words), memory.values, memory.codes);
+    kept = memory.values;
+    indices = memory.codes;
+  } else {
+    marked = values[0] == kMarker;
+  }
+  const bool wide = u.wide || kept;
   uint64_t j = 0;
   for (uint64_t block = u.begin / kBlock; block * kBlock < u.begin + u.elements; ++block) {
     const uint64_t at = block * kBlock - u.begin, n = s.elements_of(block);
     const float fill = marked ? bits_float(kMarker) : 0.0f;
     for (uint64_t i = 0; i < n; ++i) scratch.x[i] = fill;
     if (!marked)
-      for (uint32_t index; j < u.k && (index = index_at(indices, u.wide, j)) < at + n; ++j)
-        scratch.x[index - at] = bits_float(values[j]);
+      for (uint32_t index; j < u.k && (index = index_at(indices, wide, j)) < at + n; ++j)
+        scratch.x[index - at] = kept ? kept[j] : bits_float(values[j]);
     kernels.put(s, block, scratch.x);
   }
 }
@@ -182,6 +219,7 @@ const UnitOps kTopkUnits = {
 #if defined(GRADWIRE_HAS_CUDA)
     .cuda = &kTopkCudaUnits,
 #endif
+    .cpu_only = topk_packed,
 };
 
 }  // namespace gradwire

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// topk's choice among the values of a tile, compiled once per vector target and once as the reference loop.
+// topk's choice among the values of a tile and the levels of what it chose, compiled once per vector target and once
+// as the reference loop.
 #include <algorithm>
+#include <cmath>
 #include <functional>
 
 #include "codec/target_table.h"
 #include "codec/topk/kernels.h"
 #include "device/lane.h"
+#include "device/params.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "codec/topk/cpu_kernels.cc"
@@ -25,6 +28,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 // Each of these needs the ones before it.
 // clang-format off
 #include "device/hwy_lane-inl.h"
+HWY_INLINE VectorLane::F square_root(VectorLane::F x) { return hn::Sqrt(x); }
+#include "codec/topk/levels-inl.h"
 #include "codec/topk/lanes-inl.h"
 // clang-format on
 
@@ -45,6 +50,8 @@ namespace {
 #define GW_BODY inline
 // Each of these needs the ones before it.
 // clang-format off
+inline float square_root(float x) { return std::sqrt(x); }
+#include "codec/topk/levels-inl.h"
 #include "codec/topk/lanes-inl.h"
 // clang-format on
 

@@ -27,7 +27,7 @@ struct TopkLanes {
     }
   }
 
-  static TopkKernels kernels(const char* name) { return {name, select}; }
+  static TopkKernels kernels(const char* name) { return {name, select, KeptLevels<L>::level_codes}; }
 
  private:
   // The order in which elements are chosen: the larger magnitude first, then the lower index.
