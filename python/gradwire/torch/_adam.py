@@ -23,6 +23,8 @@ A step that is skipped is one in which the optimizer's step is not called: it ch
 is not that of AdamW) is added to g.
 """
 
+from __future__ import annotations
+
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence

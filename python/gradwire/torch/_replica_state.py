@@ -12,6 +12,8 @@ of the owners, are put together from the old shards and cut into the new ones. S
 the mean gradient, stays the same.
 """
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
 import torch

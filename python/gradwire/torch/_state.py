@@ -19,6 +19,8 @@ gradient, stays the same: every new rank gets the mean of the old ranks' residua
 new owners. Every new rank gets the mean of the old ranks' s, and begins with a q of zero.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import warnings
