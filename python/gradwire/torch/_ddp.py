@@ -75,7 +75,8 @@ def _run_slot(  # type: ignore[name-defined]
 
 
 # DDP compares the annotations of a communication hook with its own types, and in this file they are texts.
-_run_slot.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]})
+_run_slot.__annotations__["bucket"] = dist.GradBucket  # type: ignore[attr-defined]
+_run_slot.__annotations__["return"] = torch.futures.Future[torch.Tensor]
 
 
 def _plain_mean(  # type: ignore[name-defined]
