@@ -8,6 +8,7 @@
 #   PYTHONS="python3.11 ..."     which Pythons to try; those on the PATH unless given
 #   TORCH_PACKAGE=torch==2.13.0  the torch of the DDP steps, from PyPI; OFF leaves them out
 #   ROOT=OFF                     leaves the clean Debian out
+#   GRADWIRE_MIRROR=address      the mirror of Debian that debootstrap takes; its own choice unless given
 set -euo pipefail
 cd "$(dirname "$0")/.."
 here=$PWD
@@ -80,13 +81,13 @@ try_venv() {
   if [[ ${3:-} == torch ]]; then
     timed "pip install $torch" "${pip[@]}" install "$torch" || return 0
     timed "two ranks of DDP" "$venv/bin/python" "$here/tests/install/ddp_step.py" || return 0
-    tail -n 1 "$work/log"
+    tail -n 2 "$work/log"
   fi
 }
 
 # The torch of the wheel index is tried with one Python of the list: the middle one, for which it surely exists.
 pythons=()
-for name in ${PYTHONS:-python3.10 python3.11 python3.12 python3.13 python3.14}; do
+for name in ${PYTHONS:-python3.9 python3.10 python3.11 python3.12 python3.13 python3.14}; do
   if tag=$("$name" -c 'import sys; print("cp%d%d" % sys.version_info[:2])' 2>/dev/null); then pythons+=("$tag:$name"); fi
 done
 tried=0
@@ -124,6 +125,7 @@ try_root() {
     "$torch" || return 0
   timed "clean Debian: two ranks of DDP" inside \
     /venv/bin/python /wheels/ddp_step.py || return 0
+  tail -n 2 "$work/log"
 }
 debootstrap=${DEBOOTSTRAP:-$(command -v debootstrap || true)}
 rooted=(dist/gradwire-*-cp311-*x86_64.whl)
@@ -131,7 +133,8 @@ if [[ ${ROOT:-ON} == OFF ]]; then
   say "no clean Debian: ROOT=OFF"
 elif [[ -z $debootstrap || $EUID != 0 ]] || ! command -v python3.11 >/dev/null || ! ((${#rooted[@]})); then
   say "no clean Debian: that takes debootstrap, root, python3.11 and a wheel for it"
-elif timed "debootstrap" "$debootstrap" --variant=minbase --include=python3,python3-venv bookworm "$work/root"; then
+elif timed "debootstrap" "$debootstrap" --variant=minbase --include=python3,python3-venv bookworm "$work/root" \
+  ${GRADWIRE_MIRROR:+"$GRADWIRE_MIRROR"}; then
   for wheel in "${rooted[@]}"; do try_root "$wheel"; done
 fi
 ((failed == 0)) || fail "something failed, see above"

@@ -28,6 +28,8 @@ parameter or the whole gradient (the mean over a tensor, the norm that is clippe
 replica (_shards.py).
 """
 
+from __future__ import annotations
+
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Protocol, Sequence

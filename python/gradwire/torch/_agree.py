@@ -8,6 +8,8 @@ they use the group itself: every rank that waits there can see who is missing, a
 rank's number. No collective was started by then, so this leaves the process group usable too.
 """
 
+from __future__ import annotations
+
 import time
 from datetime import timedelta
 from typing import Callable, Generic, Sequence, TypeVar

@@ -4,6 +4,8 @@ Chunks follow each other on the link: while one is being sent the next one is en
 link better than two long ones.
 """
 
+from __future__ import annotations
+
 import contextlib
 from typing import TYPE_CHECKING, Any, Callable, Protocol, Sequence
 

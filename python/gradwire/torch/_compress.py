@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`compress`: finds out what kind of model it was given, and attaches the hook of that kind."""
 
+from __future__ import annotations
+
 from datetime import timedelta
 from typing import Any
 

@@ -4,7 +4,7 @@ bucket is sent, compressed, while the rest is still being computed. Residuals ar
 its buckets after the first step, and a resumed job starts with other buckets, and neither loses anything.
 """
 
-# No `from __future__ import annotations`: DDP compares the annotations of a communication hook with its own types.
+from __future__ import annotations
 
 import functools
 import struct
@@ -72,6 +72,11 @@ def _run_slot(  # type: ignore[name-defined]
     if slot.hook is None:
         return _plain_mean(bucket, slot.group)
     return slot.hook._comm_hook(bucket)
+
+
+# DDP compares the annotations of a communication hook with its own types, and in this file they are texts.
+_run_slot.__annotations__["bucket"] = dist.GradBucket  # type: ignore[attr-defined]
+_run_slot.__annotations__["return"] = torch.futures.Future[torch.Tensor]
 
 
 def _plain_mean(  # type: ignore[name-defined]

@@ -13,6 +13,8 @@ where a parameter begins, so rules cannot name single parameters here: they matc
 This is about one dimension, the one that shards. What replicas send each other is the matter of _replicas.py.
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import weakref

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all hooks have in common, and the checks of their options."""
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from datetime import timedelta

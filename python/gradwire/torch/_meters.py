@@ -7,6 +7,8 @@ largest error of any rank.
     error    squared relative error, ||x - x'||^2 / ||x||^2
 """
 
+from __future__ import annotations
+
 import struct
 import warnings
 from typing import TYPE_CHECKING, Any

@@ -3,6 +3,8 @@
 puts another step in the place of its step, and warns about an Adam that nobody has named.
 """
 
+from __future__ import annotations
+
 import functools
 import warnings
 import weakref

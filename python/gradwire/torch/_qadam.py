@@ -12,6 +12,8 @@ gradient at rounded weights. For each element, with k steps taken, this one incl
 The element rule is that of the library (src/optim/qadam.h), so `gradwire train --optimizer qadam` does the same.
 """
 
+from __future__ import annotations
+
 import math
 from datetime import timedelta
 from typing import Any, Callable, Iterable, Mapping, Sequence

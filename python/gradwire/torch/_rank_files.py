@@ -5,6 +5,8 @@ on rank 0 only. Where all ranks know the folder of the checkpoint, each writes a
     gradwire_0.pt, gradwire_1.pt, ...    {"world": 2, "rank": 1, "states": [hook.state_dict() for each model]}
 """
 
+from __future__ import annotations
+
 import os
 import pickle
 import warnings

@@ -12,6 +12,8 @@ under "The record of a run". `gradwire train` writes the same file. docs/records
     $ gradwire report runs/*                             # writes report.html
 """
 
+from __future__ import annotations
+
 import datetime
 import json
 import math

@@ -11,6 +11,8 @@
 This module knows the names; _python_hook.py exchanges.
 """
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 from typing import Any, Callable

@@ -12,6 +12,8 @@ decides when replicas are reduced at all.
 The attributes that are used here are private to torch. `find` refuses a torch in which one of them is missing.
 """
 
+from __future__ import annotations
+
 import copy
 import sys
 import weakref

@@ -15,6 +15,8 @@ is s, of which new replicas get the mean; they begin with a q of zero. A new sha
 parameter that it has in the elements.
 """
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
 import torch

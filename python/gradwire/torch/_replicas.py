@@ -11,6 +11,8 @@ All ranks decide alike about a step: replicas see the same results, and the rank
 NaN where a result is not finite.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import struct

@@ -26,6 +26,8 @@ new owners (_relayout.py, if one of both layouts has several ranks in a node). E
 ranks' s, and begins with a q of zero.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import warnings

@@ -18,6 +18,8 @@ A failure on one rank stays with its transport: every later bucket fails at once
 learn of it from the process group, when its time-out has passed or when the connection is closed.
 """
 
+from __future__ import annotations
+
 import atexit
 import ctypes
 import queue
@@ -28,7 +30,7 @@ import types
 import uuid
 import weakref
 from datetime import timedelta
-from typing import Any, Callable, ContextManager, Protocol
+from typing import Any, Callable, ContextManager, Optional, Protocol
 
 import torch
 import torch.distributed as dist
@@ -67,7 +69,7 @@ class Exchange:
         )
 
 
-_Queue = queue.SimpleQueue[Callable[[], None] | None]
+_Queue = queue.SimpleQueue[Optional[Callable[[], None]]]  # evaluated, and Python 3.9 has no `|` for types
 
 
 def _runs_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:

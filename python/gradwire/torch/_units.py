@@ -10,6 +10,8 @@ otherwise in host memory. So a Channel, which all units share, has one stream an
 as the largest unit needs.
 """
 
+from __future__ import annotations
+
 import contextlib
 from typing import TYPE_CHECKING, Any, Iterator, Mapping, Sequence, TypeVar
 

@@ -7,6 +7,8 @@ is inside, and its trainer knows the outermost module. Wrappers of optimizers ar
 frameworks need not be installed; a wrapper that is not known here may change what a step does.
 """
 
+from __future__ import annotations
+
 from typing import Any, NoReturn
 
 import torch

@@ -8,6 +8,8 @@
     accelerator.load_state("checkpoint")
 """
 
+from __future__ import annotations
+
 import os
 import weakref
 from typing import Any

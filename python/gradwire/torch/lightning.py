@@ -5,6 +5,8 @@
     trainer.fit(module, ckpt_path="last.ckpt")           # checkpoints hold what every rank has kept
 """
 
+from __future__ import annotations
+
 import importlib.util
 import sys
 from typing import Any

@@ -7,6 +7,8 @@
     MyTrainer(model=model, args=args, train_dataset=data).train(resume_from_checkpoint=True)
 """
 
+from __future__ import annotations
+
 import os
 import weakref
 from typing import Any, Mapping
