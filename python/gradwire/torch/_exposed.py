@@ -16,6 +16,8 @@ On a GPU the times are those between two events on its streams, and are read whe
 them. There torch's all-reduce is not timed, and nothing is judged.
 """
 
+from __future__ import annotations
+
 import math
 import statistics
 import struct

@@ -18,6 +18,8 @@ whole is scaled down by one factor. Only the sum of the squares is exchanged, on
 sent: it changes when a step is taken.
 """
 
+from __future__ import annotations
+
 from typing import Sequence
 
 import torch

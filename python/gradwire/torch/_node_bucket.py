@@ -14,6 +14,8 @@ The transport runs both ends of a bucket as tasks of their own, before and after
 chunk of a bucket: a parameter of one element has one piece.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 from typing import TYPE_CHECKING, ContextManager, Sequence

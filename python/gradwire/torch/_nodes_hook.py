@@ -5,6 +5,8 @@ the nodes are the ranks and the pieces of parameters are the tensors, under the 
 have the size of the pieces: 1/L of a model on each of L ranks of a node.
 """
 
+from __future__ import annotations
+
 # No `from __future__ import annotations`: DDP compares the annotations of a communication hook with its own types.
 
 import logging

@@ -6,6 +6,8 @@ Where momentum is exchanged there are two models of coders. That of the warm-up 
 codec that keeps a residual, and no residuals on the way up. The user's codecs take over when the warm-up ends.
 """
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Mapping
 

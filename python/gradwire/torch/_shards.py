@@ -3,6 +3,8 @@
 gradient, is a sum over the ranks that have the other shards of the same replica.
 """
 
+from __future__ import annotations
+
 import torch
 import torch.distributed as dist
 

@@ -7,6 +7,8 @@ backend they pass through page-locked host memory, in the threads of the transpo
 follow each other, so the buffers of a bucket are free when the same bucket comes again.
 """
 
+from __future__ import annotations
+
 import contextlib
 import time
 from typing import ContextManager, Iterator
