@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Wheels of the Python package for Linux, in dist/, for each Python: for x86-64, for x86-64 with CUDA, and for 64-bit Arm.
-# They need no compiler, no package of a distribution and no particular torch.
+# Wheels of the Python package for Linux on x86-64, in dist/, for each Python: for the CPU and, where it is asked for,
+# with CUDA too. They need no compiler, no package of a distribution and no particular torch.
 #
 #   PYTHONS="python3.11 ..."   for which Pythons; those of 3.9 to 3.14 on the PATH unless given
-#   WHEELS="cpu cuda aarch64"  which kinds; `cpu` unless given
+#   WHEELS="cpu cuda"          which kinds; `cpu` unless given
 #   CUDA_ARCHITECTURES="90"    for which GPUs, as CMake writes them: 90 is machine code and PTX for sm_90, 90-real the
 #                              machine code alone; unless given, those of architectures() below
 #   JOBS=n                     compilers at a time
@@ -20,7 +20,7 @@ work=build/wheels
 zig_glibc=2.28
 tools=$here/$work/tools
 backend=$here/$work/backend
-declare -A limit=([cpu]=6 [cuda]=80 [aarch64]=6) # MB
+declare -A limit=([cpu]=6 [cuda]=80) # MB
 
 say() { printf 'wheels: %s\n' "$*"; }
 fail() {
@@ -46,7 +46,7 @@ done
 
 nvcc=$(command -v nvcc || true)
 kinds=${WHEELS:-cpu}
-for kind in $kinds; do [[ -n ${limit[$kind]:-} ]] || fail "WHEELS: $kind is unknown; allowed are cpu, cuda and aarch64"; done
+for kind in $kinds; do [[ -n ${limit[$kind]:-} ]] || fail "WHEELS: $kind is unknown; allowed are cpu and cuda"; done
 [[ $kinds != *cuda* || -n $nvcc ]] || fail "no nvcc on the PATH: install the CUDA toolkit, or say WHEELS=cpu"
 command -v cmake ninja >/dev/null || fail "cmake and ninja are needed: sudo apt install cmake ninja-build"
 
@@ -68,23 +68,13 @@ if sys.version_info < (3, 11): import exceptiongroup, tomli' 2>/dev/null; then
   fi
 done
 
-# zig_compiler PROCESSOR ARGUMENT...: the compiler for it as one word, which ccache and CMake want. The file is written
-# once, for ccache looks at its date.
+# The compiler of the CPU wheel, as one word, which ccache and CMake want; written once, for ccache looks at its date.
 zig=$("$tools/bin/python" -c 'import os, ziglang; print(os.path.join(os.path.dirname(ziglang.__file__), "zig"))')
-zig_compiler() {
-  local file=$here/$work/zig-c++-$1 text
-  text=$(printf '#!/bin/sh\nexec "%s" c++ -target %s-linux-gnu.%s %s "$@"' "$zig" "$1" "$zig_glibc" "${*:2}")
-  if [[ $(cat "$file" 2>/dev/null) != "$text" ]]; then
-    echo "$text" >"$file"
-    chmod +x "$file"
-  fi
-  echo "$file"
-}
-# Debian's Python.h reads pyconfig.h from a folder with the name of the processor. The one of x86-64 serves Arm: they
-# differ in macros that only Python's own sources use.
-arm_headers=$here/$work/aarch64-headers
-mkdir -p "$arm_headers"
-ln -sfn /usr/include/x86_64-linux-gnu "$arm_headers/aarch64-linux-gnu"
+compiler=$(printf '#!/bin/sh\nexec "%s" c++ -target x86_64-linux-gnu.%s "$@"' "$zig" "$zig_glibc")
+if [[ $(cat "$work/zig-c++" 2>/dev/null) != "$compiler" ]]; then
+  echo "$compiler" >"$work/zig-c++"
+  chmod +x "$work/zig-c++"
+fi
 
 # Machine code for the GPUs of data centres and for the newest generation that this nvcc knows, which is there as PTX
 # too, for GPUs to come. Code for sm_80 runs on sm_86 and sm_89, and so on.
@@ -110,26 +100,14 @@ architectures() {
 build() {
   local -a settings=("build-dir=$work/$1" cmake.define.GRADWIRE_FETCH=ON
     cmake.define.CMAKE_TRY_COMPILE_CONFIGURATION=Release)
-  unset CCACHE_COMPILERTYPE _PYTHON_HOST_PLATFORM SETUPTOOLS_EXT_SUFFIX
-  case $1 in
-    cpu)
-      export CXX CCACHE_COMPILERTYPE=clang
-      CXX=$(zig_compiler x86_64)
-      settings+=(cmake.define.GRADWIRE_CUDA=OFF)
-      ;;
-    cuda)
-      export CXX=g++ CUDAHOSTCXX=g++
-      settings+=(cmake.define.GRADWIRE_CUDA=ON "cmake.define.CMAKE_CUDA_ARCHITECTURES=$(architectures)")
-      ;;
-    aarch64) # the two variables of Python say for whom the backend builds
-      export CXX CCACHE_COMPILERTYPE=clang _PYTHON_HOST_PLATFORM=linux-aarch64 SETUPTOOLS_EXT_SUFFIX
-      CXX=$(zig_compiler aarch64 -idirafter "$arm_headers")
-      SETUPTOOLS_EXT_SUFFIX=.$("$2" -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))').so
-      SETUPTOOLS_EXT_SUFFIX=${SETUPTOOLS_EXT_SUFFIX/x86_64/aarch64}
-      settings+=(cmake.define.GRADWIRE_CUDA=OFF cmake.define.CMAKE_SYSTEM_NAME=Linux
-        cmake.define.CMAKE_SYSTEM_PROCESSOR=aarch64)
-      ;;
-  esac
+  if [[ $1 == cpu ]]; then
+    export CXX=$here/$work/zig-c++ CCACHE_COMPILERTYPE=clang
+    settings+=(cmake.define.GRADWIRE_CUDA=OFF)
+  else
+    export CXX=g++ CUDAHOSTCXX=g++
+    unset CCACHE_COMPILERTYPE
+    settings+=(cmake.define.GRADWIRE_CUDA=ON "cmake.define.CMAKE_CUDA_ARCHITECTURES=$(architectures)")
+  fi
   rm -rf "$work/$1-raw"
   mkdir -p "$work/$1-raw"
   CMAKE_GENERATOR=Ninja CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)} PYTHONPATH=$backend "$2" -c '
