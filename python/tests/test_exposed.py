@@ -152,13 +152,6 @@ def judged(rank: Rank, cost: float, hook_of: str) -> Any:
     return mine, hook.stats(), timed, found
 
 
-def hsdp_meshes(rank: Rank) -> None:
-    from test_hsdp import _MESHES, make_meshes
-
-    if not _MESHES:
-        make_meshes(rank)
-
-
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_hook_warns_once_on_one_rank_if_compression_does_not_pay(ranks: Ranks, world: int) -> None:
     never = ranks.run(world, judged, 1e9, "DDP")
@@ -178,7 +171,9 @@ def test_a_hook_warns_once_on_one_rank_if_compression_does_not_pay(ranks: Ranks,
 
 @needs_fsdp
 def test_the_hook_for_replicas_does_so_too(ranks: Ranks) -> None:
-    ranks.run(6, hsdp_meshes)
+    from test_hsdp import need_mesh
+
+    need_mesh(ranks, (2, 2))
     for rank, (said, stats, timed, _) in enumerate(ranks.run(4, judged, 1e-12, "HSDP")):
         assert len(said) == (rank == 0) and timed[0] == 1 and len(timed) > 2
         assert stats["judged"]["exposed"] > stats["judged"]["plain"] > 0

@@ -42,12 +42,16 @@ def meshes(ranks):
     return ranks
 
 
-def run(ranks, shape, function, *arguments):
-    """Makes a mesh once, when it is first needed: every process group of Gloo has threads that wake up a hundred times
-    a second."""
+def need_mesh(ranks, shape):
+    """A mesh is made once, when it is first needed: every process group of Gloo has threads that wake up a hundred
+    times a second."""
     if shape not in ranks.meshes:
         ranks.run(6, make_mesh, shape)
         ranks.meshes.add(shape)
+
+
+def run(ranks, shape, function, *arguments):
+    need_mesh(ranks, shape)
     return ranks.run(torch.Size(shape).numel(), function, shape, *arguments)
 
 
