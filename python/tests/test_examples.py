@@ -35,6 +35,8 @@ def torchrun(example, *words, ranks):
         "-m",
         "torch.distributed.run",
         "--standalone",
+        "--local-addr",  # a machine whose name has no address would wait for that, for a minute
+        "127.0.0.1",
         "--nproc-per-node",
         str(ranks),
         str(EXAMPLES / example),
