@@ -12,9 +12,7 @@ It needs the package gradwire. `--dry` prints the rows in place of appending the
 """
 
 import argparse
-import functools
 import importlib.util
-import operator
 import sys
 from pathlib import Path
 
@@ -75,16 +73,11 @@ def error_of_mean(gradients, codec, stamp_of):
     return error
 
 
-def mask(rank):
-    """As rank_mask of src/core/random.h, one half."""
-    return functools.reduce(operator.xor, (0xFFFF >> k for k in range(16) if rank >> k & 1), 0)
-
-
 def draws(way, world, count, random):
     """16 bits for each rank and element, as integers."""
     shared, own = random.integers(0, 65536, count), random.integers(0, 65536, (world, count))
-    if way == "masks":
-        return [shared ^ mask(rank) for rank in range(world)]
+    if way == "pairs":  # as ours
+        return [65535 - own[rank - 1] if rank % 2 else own[rank] for rank in range(world)]
     if way == "shifts":  # a shared draw, and an even part of the range for each rank
         return [(shared + rank * 65536 // world) % 65536 for rank in range(world)]
     if way == "permutations":  # Suresh et al., 2022: every rank draws in a part of the range, which change at random
@@ -96,7 +89,7 @@ def rivals(rows):
     """QSGD in buckets of 1000 elements, with the largest magnitude as the norm."""
     buckets, repeats = 40, 6
     for world, signs, bits in ((2, 1, 4), (3, 1, 4), (4, 1, 4), (8, 1, 4), (4, 1, 2), (16, -1, 2)):
-        levels, errors = 2 ** (bits - 1) - 1, dict.fromkeys(("independent", "masks", "shifts", "permutations"), 0.0)
+        levels, errors = 2 ** (bits - 1) - 1, dict.fromkeys(("independent", "pairs", "shifts", "permutations"), 0.0)
         random = np.random.default_rng(1)
         for _ in range(repeats):
             common = random.laplace(size=(buckets, 1000)) * (0.9 if signs < 0 else 0)
@@ -108,7 +101,7 @@ def rivals(rows):
                     off += np.floor(x / step + (draw.reshape(x.shape) + 0.5) / 65536) * step - x
                 errors[way] += np.square(off).sum()
         kind = "opposite signs" if signs < 0 else "unrelated values"
-        for way in ("masks", "shifts", "permutations"):
+        for way in ("pairs", "shifts", "permutations"):
             rows.add("python3 bench/rounding.py --rivals", f"{way}_{world}_ranks_{bits}_bits",
                      errors[way] / errors["independent"], "1", "", f"error of the mean over independent draws; {kind}")
 
