@@ -37,7 +37,7 @@ from pathlib import Path
 
 from netns import Network, refuse_without_means
 from rows import BENCH, Rows, load_note
-from turns import Ranks, Turns, burst_of, variant_of
+from turns import Ranks, Turns, burst_of, made_by, variant_of
 
 WORLD = 4
 RIVALS = [
@@ -49,11 +49,6 @@ RIVALS = [
 
 
 # Links.
-
-
-def made_by(command, name, codecs):
-    """The command that makes this variant's row again; rivals are part of every run."""
-    return f"python3 bench/ddp.py {command} " + (f"--codec {shlex.quote(name)}" if name in codecs else f"[{name}]")
 
 
 def show(turns, title):
@@ -94,7 +89,7 @@ def link_rows(rows, rate, turns, codecs, command, compute, note, boxes):
     suffix = "_compute" if compute else ""
     for name, seconds in turns.seconds.items():
         bits = turns.bits(name)
-        of = made_by(command, name, codecs)
+        of = made_by("ddp.py", command, name, codecs)
         rows.add(
             of,
             f"step_s{suffix}",
@@ -149,7 +144,7 @@ def overlap_rows(rows, rate, alone, together, codecs, command, note, boxes):
         bits = alone.bits(name)
         bound = ">= 0.6" if rate == "1gbit" and boxes == WORLD and name in codecs and 3.5 < bits < 5 else ""
         rows.add(
-            made_by(command, name, codecs),
+            made_by("ddp.py", command, name, codecs),
             "overlap",
             1 - left / cost,
             "1",
@@ -243,6 +238,7 @@ def loss(options):
     mean = lambda name, what: statistics.mean(result[what] for result in results[name])
     for name, found in results.items():
         command = made_by(
+            "ddp.py",
             f"loss --train-steps {options.train_steps} --batch {options.batch} --rate {options.rate:g}",
             name,
             options.codec,

@@ -10,7 +10,6 @@ It needs the package gradwire. `--dry` prints the rows in place of appending the
 """
 
 import argparse
-import importlib.util
 import os
 import statistics
 import sys
@@ -22,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from gpt_example import example  # noqa: E402
 from rows import Rows, load_note  # noqa: E402
 
 CODECS = ["topk:ratio=0.03", "fft:theta=0.85", "onebit"]
@@ -33,14 +33,6 @@ SETTINGS = [
     ("momenta", None),
 ]
 SHAPE = dict(text=None, layers=2, width=64, heads=4, context=64, batch=16, lr=4e-3)
-
-
-def example():
-    path = Path(__file__).resolve().parent.parent / "examples/ddp_gpt.py"
-    spec = importlib.util.spec_from_file_location("ddp_gpt", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def train(gpt, options, seed, rank, codec, settings):

@@ -22,7 +22,6 @@ Share hidden: 1 - (t_with - t_none) / t_alone, as in bench/ddp.py.
 """
 
 import argparse
-import shlex
 import signal
 import statistics
 import sys
@@ -30,15 +29,11 @@ from pathlib import Path
 
 from netns import Network, refuse_without_means
 from rows import BENCH, Rows, load_note
-from turns import Ranks, Turns, burst_of, variant_of
+from turns import Ranks, Turns, burst_of, made_by, variant_of
 
 SHARDS = 2  # ranks of a box
 RIVALS = [{"name": "none", "kind": "none"}, {"name": "bf16", "kind": "bf16"}, {"name": "fp32", "kind": "fp32"}]
 STEP = {"1gbit": (">= 2.2", ">= 4"), "100mbit": (">= 3.3", ">= 6.5")}  # over bf16, over fp32
-
-
-def made_by(command, name, codecs):
-    return f"python3 bench/hsdp.py {command} " + (f"--codec {shlex.quote(name)}" if name in codecs else f"[{name}]")
 
 
 def show(turns, title):
@@ -60,7 +55,7 @@ def link_rows(rows, rate, turns, codecs, command, compute, note):
     suffix = "_compute" if compute else ""
     sent = {name: statistics.median(values) for name, values in turns.sent.items()}
     for name, seconds in turns.seconds.items():
-        of = made_by(command, name, codecs)
+        of = made_by("hsdp.py", command, name, codecs)
         spread = f"median of {len(seconds)} blocks, {min(seconds.values()):.3f} to {max(seconds.values()):.3f}; {note}"
         rows.add(of, f"step_s{suffix}", turns.median(name), "s", note=spread)
         if compute or name == "none":
@@ -86,7 +81,7 @@ def hidden_rows(rows, rate, alone, together, codecs, command, note):
         cost = alone.median(name) - alone.median("none")
         left = together.median(name) - together.median("none")
         rows.add(
-            made_by(command, name, codecs),
+            made_by("hsdp.py", command, name, codecs),
             "hidden",
             1 - left / cost,
             "1",

@@ -12,7 +12,6 @@ It needs the package gradwire. `--dry` prints the rows in place of appending the
 """
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import torch
 import gradwire
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from gpt_example import example  # noqa: E402
 from rows import Rows  # noqa: E402
 
 CODECS = ["qsgd:bits=2", "qsgd:bits=3", "qsgd:bits=4", "qsgd:bits=8", "optquant:bits=2", "optquant:bits=3", "optquant:bits=4"]
@@ -29,14 +29,6 @@ WORLDS = [2, 3, 4, 8]
 REPEATS = 3
 SHAPE = argparse.Namespace(text=None, layers=2, width=64, heads=4, context=64)
 RANK_BATCH = 8
-
-
-def example():
-    path = Path(__file__).resolve().parent.parent / "examples/ddp_gpt.py"
-    spec = importlib.util.spec_from_file_location("ddp_gpt", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Training:

@@ -5,6 +5,7 @@
 import json
 import os
 import selectors
+import shlex
 import statistics
 import subprocess
 import sys
@@ -12,6 +13,11 @@ import tempfile
 import time
 
 from rows import BENCH
+
+
+def made_by(script, command, name, codecs):
+    """The command that makes this variant's row again; rivals are part of every run."""
+    return f"python3 bench/{script} {command} " + (f"--codec {shlex.quote(name)}" if name in codecs else f"[{name}]")
 
 
 def variant_of(text):

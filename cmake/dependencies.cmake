@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# Highway, fmt and xxHash; nlohmann-json for reports. Where GRADWIRE_FETCH is off they are the machine's own, and one that is missing is named with
-# its Debian package. Where it is on, for binaries that travel to other machines, their releases are fetched, checked
-# against the sums below and compiled into static libraries: the linked module then needs neither package. The releases
-# are those of Debian 12, which the tests run with. Every one is at its project. Where that cannot be reached, the
-# environment variable GRADWIRE_MIRROR names a mirror of Debian (the address above its folder `pool`), which has the same
-# releases, under one sum or under two where Debian has packed it again.
+# Highway, fmt and xxHash; nlohmann-json for reports. Where GRADWIRE_FETCH is off they are the machine's own, and one
+# that is missing is named with its Debian package. Where it is on, for binaries that travel to other machines, their
+# releases are fetched, checked against the sums below and compiled into static libraries: the linked module then
+# needs neither package. The releases are those of Debian 12, which the tests run with. Every one is at its project.
+# Where that cannot be reached, the environment variable GRADWIRE_MIRROR names a mirror of Debian (the address above
+# its folder `pool`), which has the same releases, under one sum or under two where Debian has packed it again.
 if(NOT GRADWIRE_FETCH)
   macro(gradwire_need package label debian)
     find_package(${package} QUIET)

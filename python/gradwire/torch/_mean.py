@@ -3,14 +3,13 @@
 for callers that have nothing to do meanwhile, such as an optimizer's step; DDP's buckets travel by _transport.py.
 """
 
-import contextlib
-from typing import Any, ContextManager, Iterator, Sequence
+from typing import Any, ContextManager, Sequence
 
 import torch
 import torch.distributed as dist
 
 from .. import _core
-from ._task import Buffers, Times, core_device
+from ._task import Buffers, Times, between, core_device
 
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its old name
 
@@ -47,17 +46,9 @@ class MeanExchange:
     def replace_model(self, model: "_core.ModelCoder") -> None:
         self.model, self._coder = model, None
 
-    @contextlib.contextmanager
-    def on_stream(self) -> Iterator[None]:
+    def on_stream(self) -> ContextManager[None]:
         """On a GPU the work has a stream of its own, which follows the user's and is followed by it."""
-        if self.stream is None:
-            yield
-            return
-        theirs = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(theirs)
-        with torch.cuda.stream(self.stream):
-            yield
-        theirs.wait_stream(self.stream)
+        return between(self.stream, self.device)
 
     def mean(self, step: int, rate: float, values: Sequence[torch.Tensor]) -> None:
         """Puts the means in the place of the values, with the same bits on all ranks."""

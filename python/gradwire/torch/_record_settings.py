@@ -5,7 +5,6 @@ with the same settings and different seeds form one row of the report.
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import shlex

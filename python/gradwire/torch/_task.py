@@ -49,6 +49,20 @@ class Times:
         self.last, self._before = {kind: now[kind] - self._before[kind] for kind in self.KINDS}, now
 
 
+@contextlib.contextmanager
+def between(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[None]:
+    """Runs on `stream`, after what the current stream of the device has been given and before what it is given next.
+    None: not on a GPU."""
+    if stream is None:
+        yield
+        return
+    theirs = torch.cuda.current_stream(device)
+    stream.wait_stream(theirs)
+    with torch.cuda.stream(stream):
+        yield
+    theirs.wait_stream(stream)
+
+
 class Buffers:
     """uint8 tensors by name, each as large as the largest request so far."""
 

@@ -23,7 +23,7 @@ from .._errors import UnsupportedError, UsageError
 from . import _state
 from ._hook import DTYPES
 from ._meters import Sent, cost
-from ._task import Buffers, Times, core_device
+from ._task import Buffers, Times, between, core_device
 
 if TYPE_CHECKING:
     from ._fsdp import FsdpHook
@@ -51,15 +51,8 @@ class Channel:
     def on_stream(self) -> Iterator[None]:
         """Runs on our stream, after what FSDP has enqueued on its own stream and before what it enqueues next."""
         # FSDP may gather during an evaluation, but our buffers are used in training too.
-        with torch.inference_mode(False):
-            if self.stream is None:
-                yield
-                return
-            theirs = torch.cuda.current_stream(self.device)
-            self.stream.wait_stream(theirs)
-            with torch.cuda.stream(self.stream):
-                yield
-            theirs.wait_stream(self.stream)
+        with torch.inference_mode(False), between(self.stream, self.device):
+            yield
 
     def measure(self, kind: str) -> contextlib.AbstractContextManager[None]:
         return self.times.measure(kind, "", wall=self.device.type == "cuda" or kind == "wait")
