@@ -45,22 +45,21 @@ SIZES = {
     "small": {"layers": 4, "width": 128, "heads": 4, "context": 64, "batch": 4},
     "middle": {"layers": 6, "width": 384, "heads": 6, "context": 256, "batch": 16},
 }
-MOMENTUM, FEEDBACK = {"optimizer": True}, {"optimizer": True, "feedback": True}
+MOMENTUM = {"optimizer": True}
 ROWS = {  # label: what it is, options of compress
     "plain DDP": None,
     "fp16": None,
     "powersgd rank 4": None,
     "1-bit adam": None,
     **{f"{codec} momentum": (codec, MOMENTUM) for codec in (
-        "casq:bits=2", "fft:theta=0.85", "onebit", "topk:ratio=0.03", "optquant:bits=2,mode=biased")},
-    **{f"{codec} momentum, feedback": (codec, FEEDBACK) for codec in (
-        "optquant:bits=3", "dqsgd:budget=3", "optquant:bits=2", "qsgd:bits=3")},
+        "casq:bits=2", "fft:theta=0.85", "onebit", "topk:ratio=0.03", "optquant:bits=2,mode=biased", "optquant:bits=3",
+        "dqsgd:budget=3", "optquant:bits=2", "qsgd:bits=3")},
     **{f"{codec} gradients": (codec, {}) for codec in (
         "qsgd:bits=3", "optquant:bits=3", "dqsgd:budget=3", "optquant:bits=2", "onebit", "topk:ratio=0.03")},
 }  # fmt: skip
 TARGETS = {
-    "casq:bits=2 momentum": 1.005, "optquant:bits=3 momentum, feedback": 1.005,
-    "dqsgd:budget=3 momentum, feedback": 1.005, "optquant:bits=2 momentum, feedback": 1.01,
+    "casq:bits=2 momentum": 1.005, "optquant:bits=3 momentum": 1.005, "dqsgd:budget=3 momentum": 1.005,
+    "optquant:bits=2 momentum": 1.01, "qsgd:bits=3 momentum": 1.005,
     "fft:theta=0.85 momentum": 1.01, "onebit momentum": 1.02, "topk:ratio=0.03 momentum": 1.02,
 }  # fmt: skip
 

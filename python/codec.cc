@@ -109,6 +109,9 @@ void bind_codec(py::module_& module) {
           "feedback", [](const Codec& codec) { return codec.traits().feedback; },
           "Whether error feedback is on unless one says otherwise.")
       .def_property_readonly(
+          "momentum", [](const Codec& codec) { return codec.traits().feedback || codec.traits().momentum; },
+          "Whether error feedback is on where Adam's momentum is exchanged, unless one says otherwise.")
+      .def_property_readonly(
           "learns", [](const Codec& codec) { return codec.traits().learns; }, "Has a table that can be fitted to data.")
       .def_property_readonly(
           "unit", [](const Codec& codec) { return codec.traits().unit; },

@@ -48,6 +48,9 @@ struct Traits {
   bool feedback;        // error feedback is on unless a user says otherwise
   uint64_t unit;        // elements that share scales and a not-a-number marker; 0: the whole tensor
   bool learns = false;  // has a table that can be fitted to data
+  // Error feedback is on where workers exchange Adam's momentum, also where `feedback` is not set: so few bits that
+  // Adam feels the noise of unbiased rounding, and an error that feedback keeps bounded.
+  bool momentum = false;
 };
 
 class Codec {

@@ -57,7 +57,8 @@ std::vector<Shard> shards(std::span<const NamedTensor> tensors, int world);
 struct ReduceOptions {
   enum class Method { gather, scatter };
   enum class Op { mean, sum };
-  enum class Feedback { codec, on, off };  // codec: as the codec's traits say
+  // codec: as the codec's traits say; momentum: the same where the tensors are Adam's momentum (Traits::momentum)
+  enum class Feedback { codec, on, off, momentum };
   enum class Commit { if_finite, manual };
   Method method = Method::scatter;
   Op op = Op::mean;

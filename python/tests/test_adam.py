@@ -228,6 +228,27 @@ def test_ranks_hold_the_same_bits_after_every_step(ranks: Ranks, codec: str, met
         assert stats["parameters"]["2.weight"]["codec"].startswith("qsgd:bits=2")
 
 
+def chosen(rank: Rank, codec: str, options: dict[str, Any]) -> Any:
+    ddp, optimizer, hook = adam(rank, codec, **options)
+    train(rank, ddp, optimizer, range(6))
+    stats = hook.stats()
+    return stats["optimizer"]["exchange"], stats["residual_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "codec, options, exchange",
+    [
+        ("optquant:bits=2", {}, "momentum"), ("dqsgd:budget=3", {}, "momentum"), ("qsgd:bits=3", {}, "momentum"),
+        ("qsgd:bits=2", {}, "gradients"), ("qsgd:bits=4", {}, "gradients"), ("optquant:bits=4", {}, "gradients"),
+        ("terngrad", {}, "gradients"), ("optquant:bits=2", dict(feedback=False), "gradients"),
+    ],
+)  # fmt: skip
+def test_few_bits_exchange_momentum(
+    ranks: Ranks, codec: str, options: dict[str, Any], exchange: str
+) -> None:
+    assert [found for found, _ in ranks.run(2, chosen, codec, options)] == [exchange] * 2
+
+
 # What a training script does.
 
 

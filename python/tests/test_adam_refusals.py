@@ -294,8 +294,12 @@ def warned(rank: Rank, codec: str, kind: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "codec, kind, times", [("onebit", "AdamW", 1), ("onebit", "Adam", 1), ("onebit", "SGD", 0), ("qsgd", "Adam", 0)]
-)
+    "codec, kind, times",
+    [
+        ("onebit", "AdamW", 1), ("onebit", "Adam", 1), ("onebit", "SGD", 0), ("qsgd", "Adam", 0),
+        ("optquant:bits=3", "AdamW", 1), ("optquant:bits=3", "SGD", 0),
+    ],
+)  # fmt: skip
 def test_an_adam_that_nobody_has_named_is_told_once(ranks: Ranks, codec: str, kind: str, times: int) -> None:
     for caught, left, watched, after, steps in ranks.run(2, warned, codec, kind):
         assert len(caught) == times and all("optimizer=optimizer" in words for words in caught), caught

@@ -24,7 +24,11 @@ inline Scheme rounded_bucket_scheme(Body body, const Values& v) {
 
 inline Traits rounded_bucket_traits(const Values& v) {
   const bool random = v.choice("rounding") == "random";
-  return {.lossless = false, .unbiased = random, .feedback = !random, .unit = v.integer("bucket")};
+  return {.lossless = false,
+          .unbiased = random,
+          .feedback = !random,
+          .unit = v.integer("bucket"),
+          .momentum = v.integer("bits") == 3};  // of 2 bits the error is larger than what is sent, and residuals grow
 }
 
 }  // namespace gradwire

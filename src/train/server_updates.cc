@@ -22,7 +22,7 @@ server::Signature signature_of(const Settings& settings, uint64_t steps, std::ve
   const bool momenta = settings.exchanges_momenta();
   const std::string down = momenta ? settings.reduce_options().down : settings.down;
   signature.down = down.empty() ? Rules::parse(settings.up()).nearest().str() : down;
-  signature.feedback = parse_feedback(settings.feedback);
+  signature.feedback = settings.feedback_rule();
   if (settings.optimizer == "sgd")
     signature.sgd = {.momentum = settings.momentum, .weight_decay = settings.weight_decay};
   signature.sends_updates = momenta || settings.send == "updates";

@@ -20,6 +20,12 @@ constexpr const char* kSmallTensors = "1d=fp32;<1024=fp32";
 constexpr const char* kFirstCodec = "qsgd:bits=4";
 constexpr const char* kMomentaDown = "optquant:bits=4";
 
+// Workers that exchange momenta and have not chosen: also codecs whose traits say `momentum` have feedback.
+ReduceOptions::Feedback for_momenta(ReduceOptions::Feedback choice) {
+  using Feedback = ReduceOptions::Feedback;
+  return choice == Feedback::codec ? Feedback::momentum : choice;
+}
+
 void refuse(const char* field, const std::string& value, const std::string& allowed) {
   throw Error(ErrorKind::usage, fmt::format("{} is {}; allowed is {}", field, value, allowed), field);
 }
@@ -39,12 +45,17 @@ TaskOptions Settings::task_options(const std::string& directory) const {
   return {.directory = directory, .length = length, .vocabulary = vocabulary, .words = words, .limit = limit};
 }
 
-bool Settings::keeps_residuals() const { return wants_residual(Codec::parse(codec), parse_feedback(feedback)); }
+bool Settings::keeps_residuals() const { return wants_residual(Codec::parse(codec), feedback_rule()); }
 
 bool Settings::exchanges_momenta() const {
   if (exchange != "auto") return exchange == "momenta";
   if (optimizer != "adam" && optimizer != "adamw") return false;
-  return keeps_residuals();
+  return wants_residual(Codec::parse(codec), for_momenta(parse_feedback(feedback)));
+}
+
+ReduceOptions::Feedback Settings::feedback_rule() const {
+  const ReduceOptions::Feedback choice = parse_feedback(feedback);
+  return exchanges_momenta() ? for_momenta(choice) : choice;
 }
 
 FirstSteps Settings::first_steps_of(uint64_t steps) const {
@@ -82,7 +93,7 @@ ReduceOptions Settings::reduce_options() const {
   options.up = up();
   options.down = down;
   if (down.empty() && exchanges_momenta() && collective == "scatter") options.down = with_rules(kMomentaDown);
-  options.feedback = parse_feedback(feedback);
+  options.feedback = feedback_rule();
   options.owner_feedback = owner_feedback_for(options.feedback);
   options.residual = parse_dtype(residual);
   options.decay = static_cast<float>(decay);

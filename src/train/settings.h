@@ -76,6 +76,7 @@ struct Settings {
   AdamOptions adam_options() const;
   QAdamOptions qadam_options() const;
   bool keeps_residuals() const;  // of what workers send
+  ReduceOptions::Feedback feedback_rule() const;
   // Codecs with error feedback do not suit Adam's second moments, unless momenta are exchanged (optim/momentum.h).
   bool exchanges_momenta() const;
   FirstSteps first_steps_of(uint64_t steps) const;

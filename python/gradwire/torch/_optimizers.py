@@ -202,8 +202,8 @@ def replace_step(optimizer: torch.optim.Optimizer, momentum: "Momentum") -> Call
 
 
 class Watch:
-    """For a hook with error feedback and without an optimizer: one warning if an Adam steps on the model's parameters.
-    torch calls this after every step of every optimizer, until one of them has stepped on these parameters."""
+    """For a hook that suits no Adam, and was given no optimizer: one warning if an Adam steps on the model. torch
+    calls this after every step of every optimizer, until one of them has stepped on the model's parameters."""
 
     def __init__(self, hook: "ReduceHook") -> None:
         self._hook = weakref.ref(hook)
@@ -220,11 +220,17 @@ class Watch:
         self._seen = True
         if isinstance(optimizer, KINDS):
             kind = type(optimizer).__name__
+            if hook._uses_feedback(hook.codec):
+                why = (
+                    "has compressed with error feedback. A value that is sent rarely, and then for many steps at "
+                    f"once, inflates the second moments of {kind}, and the model learns slowly"
+                )
+            else:
+                why = f"has rounded to few bits, and {kind} feels that noise"
             warnings.warn(
-                f"gradwire: {kind} steps on gradients that '{hook.codec}' has compressed with error feedback. A value "
-                f"that is sent rarely, and then for many steps at once, inflates the second moments of {kind}, and the "
-                "model learns slowly. Write compress(model, codec, optimizer=optimizer), or choose a codec without "
-                "error feedback, such as 'qsgd:bits=4'",
+                f"gradwire: {kind} steps on gradients that '{hook.codec}' {why}. Write compress(model, codec, "
+                "optimizer=optimizer), or choose a codec without error feedback and with more bits, such as "
+                "'qsgd:bits=4'",
                 stacklevel=4,
             )
 

@@ -74,6 +74,9 @@ class PythonHook(DdpHook):
     def _uses_feedback(self, up: str) -> bool:
         return self._keeps
 
+    def _troubles_adam(self) -> bool:
+        return self._keeps
+
     def _handshake(self, *_: Any) -> Handshake:
         terms = super()._handshake()
         terms += [("codec", self._python.described), ("min_elements", str(self._min_elements))]

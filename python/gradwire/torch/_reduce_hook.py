@@ -91,6 +91,8 @@ class ReduceHook(Hook):
         self._moment_terms = _optimizers.moments(optimizer, named)
         if self._uses_feedback(rules_of(codec, self._min_elements)):
             self._momentum = Momentum(self, optimizer, named, groups, clip or 0.0, shards)
+            if self._feedback is None:
+                self._model_options["feedback"] = "momentum"
             if "warmup" not in given:
                 self._warmup = default_warmup(self._model_options["steps"])
         self._warm = self._is_warm(0)
@@ -126,7 +128,9 @@ class ReduceHook(Hook):
         return up, down, self._coder(sent, down_rules, options)
 
     def _keeps_residual(self, codec: "_core.Codec") -> bool:
-        return not codec.lossless and (codec.feedback if self._feedback is None else self._feedback)
+        if codec.lossless or self._feedback is not None:
+            return not codec.lossless and bool(self._feedback)
+        return codec.feedback if self._optimizer_kind == "none" else codec.momentum
 
     def _uses_feedback(self, up: str) -> bool:
         return any(self._keeps_residual(codec) for codec in self._codecs(up))
@@ -192,8 +196,13 @@ class ReduceHook(Hook):
     # An optimizer that nobody has named.
 
     def _watch_optimizers(self) -> None:
-        if self._optimizer_kind == "none" and self._watch is None and self._uses_feedback(self.codec):
+        if self._optimizer_kind == "none" and self._watch is None and self._troubles_adam():
             self._watch = _optimizers.Watch(self)
+
+    def _troubles_adam(self) -> bool:
+        """Whether an Adam that nobody has named would do better with optimizer=."""
+        few_bits = self._feedback is None and any(codec.momentum for codec in self._codecs(self.codec))
+        return few_bits or self._uses_feedback(self.codec)
 
     def _look_after_watch(self) -> None:
         if self._watch is not None and self._watch.is_over():

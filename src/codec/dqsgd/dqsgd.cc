@@ -59,7 +59,12 @@ CodecDef codec_dqsgd() {
       .scheme = [](const Values& v) { return norm_bucket_scheme(Body::uniform, v); },
       .traits =
           [](const Values& v) {
-            return Traits{.lossless = false, .unbiased = true, .feedback = false, .unit = v.integer("bucket")};
+            const double budget = v.real("budget");
+            return Traits{.lossless = false,
+                          .unbiased = true,
+                          .feedback = false,
+                          .unit = v.integer("bucket"),
+                          .momentum = budget >= 3 && budget < 4};
           },
       .apply = apply,
       .describe =

@@ -61,7 +61,8 @@ Traits traits(const Values& v) {
   return Traits{.lossless = false,
                 .unbiased = !biased(v),
                 .feedback = biased(v) && v.real("kappa") > 0,
-                .unit = v.integer("bucket")};
+                .unit = v.integer("bucket"),
+                .momentum = !biased(v) && v.integer("bits") >= 2 && v.integer("bits") <= 3};
 }
 
 void apply(const Values& v, Table table, Scheme& s, std::vector<float>& floats) {
