@@ -28,7 +28,9 @@ Enum one_of(const char* field, const std::string& word, std::initializer_list<st
 
 ReduceOptions::Feedback feedback_of(const char* field, const std::string& word) {
   using Feedback = ReduceOptions::Feedback;
-  return one_of<Feedback>(field, word, {{"codec", Feedback::codec}, {"on", Feedback::on}, {"off", Feedback::off}});
+  return one_of<Feedback>(
+      field, word,
+      {{"codec", Feedback::codec}, {"on", Feedback::on}, {"off", Feedback::off}, {"momentum", Feedback::momentum}});
 }
 
 std::unique_ptr<ModelCoder> make_model(const Tensors& list, const std::string& kind, const std::string& method,
@@ -60,12 +62,13 @@ std::unique_ptr<ModelCoder> make_model(const Tensors& list, const std::string& k
 }
 
 py::object stats(ModelCoder& model) {
-  std::string bytes(model.stats_bytes(), '\0');
-  if (bytes.empty()) return py::none();
+  std::string bytes;
   {
-    const py::gil_scoped_release unlocked;
-    model.take_stats(std::as_writable_bytes(std::span(bytes)));
+    const py::gil_scoped_release unlocked;  // both wait for a GPU
+    bytes.resize(model.stats_bytes());
+    if (!bytes.empty()) model.take_stats(std::as_writable_bytes(std::span(bytes)));
   }
+  if (bytes.empty()) return py::none();
   return py::bytes(bytes);
 }
 
@@ -130,6 +133,7 @@ void bind_model(py::module_& module) {
           "f32 values that must be finite too, or the open step changes nothing.")
       .def("end", &ModelCoder::end, Unlocked(), "Commits the step, unless a result was not finite.")
       .def("abandon", &ModelCoder::abandon, Unlocked(), "The open step changes nothing.")
+      .def("learns", &ModelCoder::learns, "Whether a codec learns at all.")
       .def("stats", &stats, "What the last step taught this rank, or None.")
       .def("learn", &learn, py::arg("all_ranks"), "The statistics of all ranks, one after the other.")
       .def("divisible", &ModelCoder::divisible, py::arg("tensor"), "Whether it may be sent in parts.")

@@ -70,7 +70,9 @@ class ModelCoder {
   void abandon();  // the open step changes nothing
 
   // What codecs learn from a step, after its end and before the next begin: the caller gathers the statistics of all
-  // ranks, in rank order, and learn() takes them. 0 bytes: this step teaches nothing.
+  // ranks, in rank order, and learn() takes them. 0 bytes: this step teaches nothing. On a GPU stats_bytes() and
+  // take_stats() wait for the step; a thread of its own may do all this while the next step is computed.
+  bool learns() const;  // whether there ever is something to learn
   size_t stats_bytes() const;
   void take_stats(std::span<std::byte> out);
   void learn(std::span<const std::byte> all_ranks);

@@ -46,11 +46,12 @@ class Learner {
   bool observes(uint64_t step) const;  // statistics of this step are wanted
   bool ahead() const;                  // they are wanted before the step is encoded
   // Takes statistics of the tensors `which` of the runner's plan (indices), as they are or were encoded: from a sample
-  // of `tensors`, or from the scales of `message`. On a GPU this only enqueues; collect() comes after the runner's
-  // wait().
+  // of `tensors`, or from the scales of `message`. On a GPU this only enqueues: collect() takes what all calls since
+  // the last one have asked for, and comes after wait() of their runners, which must be different ones.
   void observe(Runner& runner, std::span<const uint32_t> which, uint64_t step, std::span<const void* const> tensors,
                const Residuals* residuals, std::span<const std::byte> message);
   void collect();
+  void discard();  // what was observed and not taken
 
   size_t stats_bytes() const;                 // the same on all ranks
   void take_stats(std::span<std::byte> out);  // and forgets them

@@ -79,6 +79,10 @@ class Runner {
   virtual void wait() = 0;  // until everything enqueued is done; throws what went wrong
   virtual void poll() = 0;  // reports errors that were found before the previous poll(); never blocks
   virtual const Plan& plan() const = 0;
+
+  // Goes on with a plan of the same tensors whose codecs differ in nothing but what they have learned, after what was
+  // enqueued. The plan must outlive the runner. False: this runner cannot, and nothing has changed.
+  virtual bool retable(const Plan& /*plan*/) { return false; }
 };
 
 // The plan must outlive the runner, so it may not be a temporary.

@@ -116,3 +116,32 @@ def test_ranks_that_share_a_gpu_have_the_bits_of_the_cpu(four: Ranks, shape: tup
     cpu = four.run(4, reduced, "cpu", shape, codec, options)
     gpu = four.run(4, reduced, "cuda", shape, codec, options)
     assert all(same(a, b) for a, b in zip(cpu, gpu))
+
+
+def adam(rank: Rank, device: str) -> Any:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    mesh = init_device_mesh(device, (4,), mesh_dim_names=("replicate",))
+    model = Model().to(device)
+    for part in model.parts:
+        replicate(part, mesh=mesh)
+    replicate(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    hook = gw.compress(model, "onebit", optimizer=optimizer, warmup=2, min_elements=0)
+    for step in range(9):
+        optimizer.zero_grad()
+        model([torch.nan_to_num(one, posinf=1.0) for one in given(rank, step, device)]).backward()
+        optimizer.step()
+    return [p.detach().to_local().cpu() for p in model.parameters()], hook.stats()["optimizer"]["phase"]
+
+
+def test_momentum_between_replicas_on_a_gpu(four: Ranks) -> None:
+    cpu, gpu = (four.run(4, adam, device) for device in ("cpu", "cuda"))
+    assert all(phase == "compressed" for _, phase in gpu)
+    for weights, _ in gpu[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(weights, gpu[0][0]))
+    # The rule has the same bits on both, and torch's optimizer has not.
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(cpu[0][0], gpu[0][0]))

@@ -23,9 +23,8 @@ std::vector<Pointer> located(const Job& job, std::span<const Shard> shards, std:
 // What a coder shows to the learners of a direction.
 MessageCoder::Observe observer(Learning* learning, std::span<const Shard> shards, uint64_t step, bool ahead) {
   if (!learning || learning->empty()) return {};
-  return [=](Runner& runner, std::span<const void* const> tensors, const Residuals* residuals, ConstBytes message) {
-    learning->observe(runner, shards, step, tensors, residuals, message, ahead);
-  };
+  return [=](const std::shared_ptr<Runner>& runner, std::span<const void* const> tensors, const Residuals* residuals,
+             ConstBytes message) { learning->observe(runner, shards, step, tensors, residuals, message, ahead); };
 }
 
 }  // namespace

@@ -84,7 +84,10 @@ void ModelCoder::check_finite(std::span<float> values) {
 void ModelCoder::end() { state_->end(); }
 void ModelCoder::abandon() { state_->abandon(); }
 
+bool ModelCoder::learns() const { return !state_->learnings.empty(); }
+
 size_t ModelCoder::stats_bytes() const {
+  state_->settle();
   return state_->taught ? gradwire::stats_bytes(state_->learnings, *state_->taught, false) : 0;
 }
 

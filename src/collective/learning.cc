@@ -44,9 +44,10 @@ bool Learning::ahead() const {
                      [](const LearnerEntry& entry) { return entry.learner.ahead(); });
 }
 
-void Learning::observe(Runner& runner, std::span<const Shard> shards, uint64_t step,
+void Learning::observe(const std::shared_ptr<Runner>& runner, std::span<const Shard> shards, uint64_t step,
                        std::span<const void* const> tensors, const Residuals* residuals,
                        std::span<const std::byte> message, bool ahead) {
+  LearnerEntry* before = nullptr;
   for (LearnerEntry& entry : learners_) {
     if (!entry.due(step, ahead)) continue;
     std::vector<uint32_t> which;
@@ -54,9 +55,23 @@ void Learning::observe(Runner& runner, std::span<const Shard> shards, uint64_t s
       if (std::find(entry.tensors.begin(), entry.tensors.end(), shards[s].tensor) != entry.tensors.end())
         which.push_back(s);
     if (which.empty()) continue;
-    entry.learner.observe(runner, which, step, tensors, residuals, message);
-    runner.wait();
-    entry.learner.collect();
+    if (before) before->collect();  // a runner answers one learner at a time
+    entry.learner.observe(*runner, which, step, tensors, residuals, message);
+    entry.asked.push_back(runner);
+    before = &entry;
+  }
+}
+
+void Learning::LearnerEntry::collect() {
+  for (const std::shared_ptr<Runner>& runner : asked) runner->wait();
+  learner.collect();
+  asked.clear();  // whose memory was read
+}
+
+void Learning::discard() {
+  for (LearnerEntry& entry : learners_) {
+    entry.asked.clear();
+    entry.learner.discard();
   }
 }
 
@@ -70,6 +85,7 @@ size_t Learning::stats_bytes(uint64_t step, bool ahead) const {
 void Learning::take_stats(uint64_t step, bool ahead, std::span<std::byte> out) {
   for (LearnerEntry& entry : learners_) {
     if (!entry.due(step, ahead)) continue;
+    entry.collect();
     entry.learner.take_stats(out.first(entry.learner.stats_bytes()));
     out = out.subspan(entry.learner.stats_bytes());
   }

@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -28,13 +29,15 @@ class Learning {
   bool ahead() const;  // some learner must see a step before it is encoded
 
   // Collects statistics of what one message of this direction carries. `ahead`: only for the learners that need them
-  // before the step is encoded.
-  void observe(Runner& runner, std::span<const Shard> shards, uint64_t step, std::span<const void* const> tensors,
-               const Residuals* residuals, std::span<const std::byte> message, bool ahead);
+  // before the step is encoded. On a GPU this only enqueues.
+  void observe(const std::shared_ptr<Runner>& runner, std::span<const Shard> shards, uint64_t step,
+               std::span<const void* const> tensors, const Residuals* residuals, std::span<const std::byte> message,
+               bool ahead);
   // The statistics of this rank, which are forgotten here, and then those of all ranks. Their size is the same on all
-  // ranks; it is 0 where the step teaches nothing.
+  // ranks; it is 0 where the step teaches nothing. take_stats() waits for a GPU.
   size_t stats_bytes(uint64_t step, bool ahead) const;
   void take_stats(uint64_t step, bool ahead, std::span<std::byte> out);
+  void discard();  // what was observed
 
   void save(ErrorFeedback& feedback) const;     // as extra state
   void restore(const ErrorFeedback& feedback);  // where there is extra state of these codecs
@@ -47,6 +50,8 @@ class Learning {
     std::string name;             // of its extra state
     std::vector<size_t> tensors;  // of the job
     Learner learner;
+    std::vector<std::shared_ptr<Runner>> asked = {};  // that the learner has observed with, and not collected from
+    void collect();
     bool due(uint64_t step, bool ahead) const { return learner.observes(step) && learner.ahead() == ahead; }
   };
   std::vector<LearnerEntry> learners_;

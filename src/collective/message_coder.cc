@@ -18,7 +18,7 @@ void MessageCoder::encode(std::span<const void* const> shards, const Stamp& stam
   const Residuals* residuals = residuals_ ? &residuals_->residuals : nullptr;
   const Bytes at = staging.writable(message);
   coding_.runner().encode(shards, stamp, at, residuals);
-  if (observe) observe(coding_.runner(), shards, residuals, at);
+  if (observe) observe(coding_.shared_runner(), shards, residuals, at);
   if (ahead) return;
   staging.written(message);
   residuals_.reset();

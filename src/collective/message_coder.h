@@ -33,8 +33,8 @@ class MessageCoder {
 
   // `observe`, where given, sees what was encoded. With `ahead` the residuals stay as they are for a second encoding of
   // the same step, and the message is not sent. On a GPU both calls only enqueue.
-  using Observe =
-      std::function<void(Runner&, std::span<const void* const> tensors, const Residuals*, ConstBytes message)>;
+  using Observe = std::function<void(const std::shared_ptr<Runner>&, std::span<const void* const> tensors,
+                                     const Residuals*, ConstBytes message)>;
   void encode(std::span<const void* const> shards, const Stamp& stamp, Bytes message, HostStaging& staging,
               const Observe& observe = {}, bool ahead = false);
   void decode(ConstBytes message, std::span<void* const> shards, Write write, const Stamp& expected,

@@ -115,11 +115,14 @@ Learning* ModelCore::learning(Direction direction) {
 void ModelCore::end() {
   check_open("end");
   if (!how.exact && stats_bytes(learnings, *step, false) > 0) taught = step;
-  const bool bad = taught && finite.bad();  // a GPU is waited for only where there is something to learn
+  unsettled_ = true;
   feedback.commit_if_finite(*step, finite, options.reduce.device);
   finite.end_step(options.reduce.device);
   step.reset();
-  if (bad) forget();
+}
+
+void ModelCore::settle() {
+  if (std::exchange(unsettled_, false) && taught && finite.last_bad()) forget();
 }
 
 void ModelCore::commit() {
@@ -159,10 +162,8 @@ void ModelCore::check_tensor(size_t tensor) const {
 }
 
 void ModelCore::forget() {
-  if (taught) {
-    std::vector<std::byte> nothing(stats_bytes(learnings, *taught, false));
-    take_stats(learnings, *taught, false, nothing);
-  }
+  if (taught)
+    for (Learning* one : learnings) one->discard();
   taught.reset();
 }
 

@@ -35,16 +35,17 @@ struct ModelCore {
   }
   void choose(Direction direction);         // the codecs of the step; epochs tells whether they have changed
   Learning* learning(Direction direction);  // null where this step teaches nothing
-  void end();         // takes the step if its results are finite. On a GPU this only enqueues, unless a codec learns
-  void commit();      // takes the step
-  void leave_open();  // the caller decides on the residuals later
-  void abandon();     // the step changes nothing, and what was learned from it is forgotten
-  void roll_back(uint64_t decided);  // the same for a step that was left open
+  void end();                               // takes the step if its results are finite. On a GPU this only enqueues
+  void commit();                            // takes the step
+  void leave_open();                        // the caller decides on the residuals later
+  void abandon();                           // the step changes nothing, and what was learned from it is forgotten
+  void roll_back(uint64_t decided);         // the same for a step that was left open
   // Nothing would change if a step were taken: no residuals, nothing to learn.
   bool stateless() const { return learnings.empty() && feedback.bytes() == 0; }
 
   void check_open(const char* what) const;
   void check_tensor(size_t tensor) const;
+  void settle();        // whether the step that has ended was finite; if not, it teaches nothing. Waits for a GPU
   void forget();        // the statistics of a step that has ended
   void save_learned();  // beside the residuals
   void unlearn();       // back to what was known before the step
@@ -66,6 +67,7 @@ struct ModelCore {
 
  private:
   using Extras = std::map<std::string, std::vector<std::byte>>;
+  bool unsettled_ = false;  // nobody has looked yet whether the step that has ended was finite
   bool owns_step_ = false;  // the open step of `feedback` was begun here
   Extras saved_, before_;   // as written last, and as they were before the step
 };

@@ -47,6 +47,7 @@ __global__ void copy_kernel(Pack<CopySpan> pack, const uint32_t* words) {
 
 __global__ void end_kernel(uint32_t* words) {
   words[1] += words[0];
+  words[2] = words[0];
   words[0] = 0;
 }
 

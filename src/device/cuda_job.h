@@ -122,6 +122,9 @@ struct CudaPick {
 };
 void cuda_sample(std::span<const CudaPick> picks, DType residual, float loss_scale, float* out, cudaStream_t stream);
 
+// Bytes of the host, to memory of the device. They are arguments of launches, so nothing waits.
+void cuda_store(std::byte* to, std::span<const std::byte> from, cudaStream_t stream);
+
 void cuda_throw(cudaError_t code, const char* what);  // Error{device} unless it is cudaSuccess
 
 }  // namespace gradwire

@@ -90,6 +90,14 @@ __global__ void sample_kernel(const __grid_constant__ PickPack pack, DType resid
   }
 }
 
+constexpr size_t kStorePack = 3840;
+struct StorePack {
+  std::byte bytes[kStorePack];
+};
+__global__ void store_kernel(const __grid_constant__ StorePack pack, std::byte* to, unsigned count) {
+  for (unsigned i = threadIdx.x; i < count; i += blockDim.x) to[i] = pack.bytes[i];
+}
+
 }  // namespace
 
 void cuda_begin(const CudaBegin& begin, const void* const* host, const void** device, size_t count,
@@ -111,6 +119,16 @@ void cuda_sample(std::span<const CudaPick> picks, DType residual, float loss_sca
     const size_t n = std::min(kPickPack, picks.size() - at);
     std::copy(picks.begin() + at, picks.begin() + at + n, pack.p);
     sample_kernel<<<static_cast<unsigned>(n), 256, 0, stream>>>(pack, residual, loss_scale, out + at * kBlock);
+  }
+  cuda_throw(cudaGetLastError(), "kernel launch");
+}
+
+void cuda_store(std::byte* to, std::span<const std::byte> from, cudaStream_t stream) {
+  for (size_t at = 0; at < from.size(); at += kStorePack) {
+    StorePack pack;
+    const size_t n = std::min(kStorePack, from.size() - at);
+    std::copy_n(from.begin() + static_cast<ptrdiff_t>(at), n, pack.bytes);
+    store_kernel<<<1, 256, 0, stream>>>(pack, to + at, static_cast<unsigned>(n));
   }
   cuda_throw(cudaGetLastError(), "kernel launch");
 }

@@ -35,8 +35,8 @@ bool on_gpu(const Device& device) { return device.kind == Device::Kind::cuda; }
 }  // namespace
 
 FiniteCheck::FiniteCheck(const Device& device)
-    : memory_(memory_of(device)), words_(static_cast<uint32_t*>(memory_->allocate(2 * sizeof(uint32_t)))) {
-  memory_->zero(words_, 2 * sizeof(uint32_t));
+    : memory_(memory_of(device)), words_(static_cast<uint32_t*>(memory_->allocate(3 * sizeof(uint32_t)))) {
+  memory_->zero(words_, 3 * sizeof(uint32_t));
 }
 FiniteCheck::~FiniteCheck() { memory_->release(words_); }
 
@@ -55,12 +55,19 @@ void FiniteCheck::copy_if_bad(const Device& device, std::span<const CopySpan> sp
 void FiniteCheck::end_step(const Device& device) {
   if (on_gpu(device)) return cuda_end_check(device.index, device.stream, words_);
   words_[1] += words_[0];
+  words_[2] = words_[0];
   words_[0] = 0;
 }
 
 bool FiniteCheck::bad() const {
   uint32_t flag = 0;
   memory_->to_host(&flag, words_, sizeof flag);
+  return flag != 0;
+}
+
+bool FiniteCheck::last_bad() const {
+  uint32_t flag = 0;
+  memory_->to_host(&flag, words_ + 2, sizeof flag);
   return flag != 0;
 }
 

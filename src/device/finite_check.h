@@ -39,11 +39,12 @@ class FiniteCheck {
   void end_step(const Device& device);                                      // counts the step and clears the flag
 
   bool bad() const;          // whether a result of this step was not finite; waits for a GPU
+  bool last_bad() const;     // the same for the step that was ended last
   uint64_t skipped() const;  // steps so far; waits for a GPU
 
  private:
   std::shared_ptr<Memory> memory_;
-  uint32_t* words_;  // the flag, the count
+  uint32_t* words_;  // the flag, the count, the flag of the step before
 };
 
 // cuda_finite_check.cu

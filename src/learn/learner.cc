@@ -58,15 +58,18 @@ struct Learner::State {
   uint64_t sample_blocks = kSampleBlocks;
   std::vector<Observed> seen;
 
-  // Enqueued, not yet there.
-  std::span<const float> sample;
-  std::span<const uint32_t> scales;
+  // Enqueued, not yet there: one entry for each observe() since the last collect().
+  struct Awaited {
+    std::span<const float> sample;
+    std::span<const uint32_t> scales;
+    std::vector<Observed> coming;
+  };
+  std::vector<Awaited> awaited;
   std::vector<Pick> picks;
-  std::vector<Observed> coming;
 
   // Takes every so many units of a tensor, others each step; which ones is a function of (name, unit, step). A run is a
   // unit of several blocks, or a block of several units.
-  void choose(const Plan& plan, std::span<const uint32_t> which, uint64_t step) {
+  void choose(const Plan& plan, std::span<const uint32_t> which, uint64_t step, std::vector<Observed>& coming) {
     picks.clear();
     const uint64_t unit = whole_units(base) ? kBlock : scheme_of(base).unit, run = std::max<uint64_t>(unit, kBlock);
     const uint64_t wanted = std::max<uint64_t>(1, sample_blocks / (run / kBlock)),
@@ -85,7 +88,7 @@ struct Learner::State {
     }
   }
 
-  void expect_scales(const Plan& plan, std::span<const uint32_t> which) {
+  void expect_scales(const Plan& plan, std::span<const uint32_t> which, std::vector<Observed>& coming) {
     for (uint32_t tensor : which) {
       const TensorSpec& spec = plan.tensors()[tensor];
       const Scheme& scheme = scheme_of(spec.codec);
@@ -147,26 +150,32 @@ void Learner::observe(Runner& runner, std::span<const uint32_t> which, uint64_t 
                       std::span<const void* const> tensors, const Residuals* residuals,
                       std::span<const std::byte> message) {
   State& s = *state_;
-  s.coming.clear();
+  State::Awaited& next = s.awaited.emplace_back();
   if (s.fitter->source() == Fitter::Source::scales) {
-    s.expect_scales(runner.plan(), which);
-    s.scales = runner.scales(message, which);
+    s.expect_scales(runner.plan(), which, next.coming);
+    next.scales = runner.scales(message, which);
   } else {
-    s.choose(runner.plan(), which, step);
-    s.sample = runner.sample(tensors, residuals, s.picks);
+    s.choose(runner.plan(), which, step, next.coming);
+    next.sample = runner.sample(tensors, residuals, s.picks);
   }
 }
 
 void Learner::collect() {
   State& s = *state_;
-  for (Observed& one : s.coming) {
-    std::copy_n(s.scales.begin(), one.scales.size(), one.scales.begin());
-    s.scales = s.scales.subspan(one.scales.size());
-    std::copy_n(s.sample.begin(), one.values.size(), one.values.begin());
-    s.sample = s.sample.subspan(div_up(one.values.size(), kBlock) * kBlock);
-    s.seen.push_back(std::move(one));
-  }
-  s.coming.clear();
+  for (auto& [sample, scales, coming] : s.awaited)
+    for (Observed& one : coming) {
+      std::copy_n(scales.begin(), one.scales.size(), one.scales.begin());
+      scales = scales.subspan(one.scales.size());
+      std::copy_n(sample.begin(), one.values.size(), one.values.begin());
+      sample = sample.subspan(div_up(one.values.size(), kBlock) * kBlock);
+      s.seen.push_back(std::move(one));
+    }
+  s.awaited.clear();
+}
+
+void Learner::discard() {
+  state_->awaited.clear();
+  state_->seen.clear();
 }
 
 size_t Learner::stats_bytes() const { return (1 + state_->fitter->counts()) * sizeof(int64_t); }

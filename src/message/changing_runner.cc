@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "message/changing_runner.h"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace gradwire {
@@ -12,32 +14,30 @@ std::vector<Codec> codecs_of(const std::vector<TensorSpec>& specs) {
 }
 
 ChangingRunner::ChangingRunner(std::vector<TensorSpec> specs, const Device& device)
-    : device_(device), now_(std::make_unique<Coding>(std::move(specs), device)) {}
+    : device_(device), codings_{std::make_shared<Coding>(std::move(specs), device)} {}
 
 void ChangingRunner::recode(std::vector<TensorSpec> specs) {
   const std::vector<Codec> wanted = codecs_of(specs);
-  std::vector<Codec> present = codecs_of(plan().tensors());
-  if (wanted == present) return;
-  const bool again = wanted == before_;
-  before_ = std::move(present);
-  if (again && other_) {
-    std::swap(now_, other_);
+  const auto found = std::find_if(codings_.begin(), codings_.end(), [&](const std::shared_ptr<Coding>& coding) {
+    return codecs_of(coding->plan->tensors()) == wanted;
+  });
+  if (found != codings_.end()) return codings_.splice(codings_.begin(), codings_, found);
+  auto next = std::make_unique<Plan>(specs);
+  if (runner().retable(*next)) {
+    now().plan = std::move(next);
     return;
   }
-  other_.reset();  // before a third is made
-  auto fresh = std::make_unique<Coding>(std::move(specs), device_);
-  if (again) other_ = std::move(now_);
-  now_ = std::move(fresh);
+  if (codings_.size() == kKept) codings_.pop_back();  // before another is made
+  codings_.push_front(std::make_shared<Coding>(std::move(specs), device_));
 }
 
 void ChangingRunner::wait() {
-  runner().wait();
-  if (other_) other_->runner->wait();
+  for (const auto& coding : codings_) coding->runner->wait();
 }
 
 void ChangingRunner::poll() {
   runner().poll();
-  if (other_) other_->runner->poll();
+  if (codings_.size() > 1) (*std::next(codings_.begin()))->runner->poll();  // that of the step before, if it changed
 }
 
 }  // namespace gradwire

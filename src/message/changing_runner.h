@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The runner of a message whose tensors stay the same while their codecs change, because they learn. Where two sets of
-// codecs take turns from step to step, the runners of both are kept: making one allocates, and waits for the GPU.
+// The runner of a message whose tensors stay the same while their codecs change, because they learn. Making a runner
+// allocates and waits for the GPU. So a runner takes new tables over where it can, and those of codecs that were used
+// lately are kept, since a codec that learns how many bits it needs comes back to the same few widths.
 #pragma once
 
+#include <list>
 #include <memory>
 #include <vector>
 
@@ -17,22 +19,24 @@ class ChangingRunner {
   ChangingRunner(std::vector<TensorSpec> specs, const Device& device);
   void recode(std::vector<TensorSpec> specs);  // the same tensors, perhaps with other codecs
 
-  Runner& runner() { return *now_->runner; }
-  const Plan& plan() const { return now_->plan; }
-  void wait();  // throws what decoding found, in this step or in the one before
+  Runner& runner() { return *now().runner; }
+  std::shared_ptr<Runner> shared_runner() { return {codings_.front(), &runner()}; }
+  const Plan& plan() const { return *codings_.front()->plan; }
+  void wait();  // throws what decoding found, in this step or in those before
   void poll();  // the same for what has been found so far, without waiting
 
  private:
+  static constexpr size_t kKept = 4;
   struct Coding {
     Coding(std::vector<TensorSpec> specs, const Device& device)
-        : plan(std::move(specs)), runner(make_runner(plan, device)) {}
-    Plan plan;
+        : plan(std::make_unique<Plan>(std::move(specs))), runner(make_runner(*plan, device)) {}
+    std::unique_ptr<Plan> plan;
     std::unique_ptr<Runner> runner;  // it refers to the plan
   };
+  Coding& now() { return *codings_.front(); }
 
   Device device_;
-  std::unique_ptr<Coding> now_, other_;  // other_: the one before, if the two take turns
-  std::vector<Codec> before_;            // the codecs before those of now_
+  std::list<std::shared_ptr<Coding>> codings_;  // the one in use first, then by how lately they were
 };
 
 }  // namespace gradwire

@@ -107,6 +107,24 @@ uint64_t Plan::elements() const { return layout_->elements; }
 size_t Plan::message_bytes() const { return layout_->message_bytes(); }
 const Layout& layout_of(const Plan& plan) { return *plan.layout_; }
 
+bool differ_in_tables(const Layout& a, const Layout& b) {
+  if (a.head_bytes != b.head_bytes || a.body_words != b.body_words || a.regions.size() != b.regions.size())
+    return false;
+  for (size_t i = 0; i < a.regions.size(); ++i) {
+    const Region &x = a.regions[i], &y = b.regions[i];
+    if (x.unit || y.unit || x.name_hash != y.name_hash || x.begin != y.begin || x.words != y.words || x.spec != y.spec)
+      return false;
+    if (a.tensors[i].count != b.tensors[i].count || a.tensors[i].dtype != b.tensors[i].dtype ||
+        a.tensors[i].first != b.tensors[i].first)
+      return false;
+    const Scheme &s = x.scheme, &t = y.scheme;
+    if (s.body != t.body || s.norm != t.norm || s.sums != t.sums || s.bits != t.bits || s.nearest != t.nearest ||
+        s.scale_words != t.scale_words || s.unit != t.unit || s.table_size != t.table_size)
+      return false;
+  }
+  return true;
+}
+
 size_t bound(const Codec& codec, uint64_t count) {
   return make_layout({{"", count, DType::f32, codec}}).message_bytes();
 }

@@ -48,6 +48,9 @@ struct Layout {
 std::string shape_problem(std::span<const uint64_t> shape, uint64_t count);
 
 const Layout& layout_of(const Plan& plan);
+// Whether everything stands at the same place in both, and no codec has units of its own: only values of tables, and
+// what follows from them, differ.
+bool differ_in_tables(const Layout& a, const Layout& b);
 Layout make_layout(std::vector<TensorSpec> tensors);  // throws Error{usage} for what no message can hold
 
 // The head with its check. body_check is 0: it is set once the body is encoded.

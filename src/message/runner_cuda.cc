@@ -90,6 +90,7 @@ struct LaunchGroup {
   std::vector<CudaPiece> pieces;
   std::vector<uint32_t> item_piece;
   uint64_t items = 0;
+  uint32_t region = 0;  // one of the layout's that has this scheme
   bool tails = false;
   uint32_t first_pointer = 0;
   size_t pieces_at = 0, items_at = 0, table_at = 0, tops_at = 0, sums_at = 0, params_at = 0,
@@ -99,27 +100,27 @@ struct LaunchGroup {
 class CudaRunner final : public Runner {
  public:
   CudaRunner(const Plan& plan, const Device& device)
-      : plan_(plan),
-        layout_(layout_of(plan)),
+      : plan_(&plan),
+        layout_(&layout_of(plan)),
         index_(device.index),
         stream_(static_cast<cudaStream_t>(device.stream)),
-        head_(make_head(layout_, {})) {
+        head_(make_head(*layout_, {})) {
     use();
     make_groups();
     std::vector<uint64_t> gaps;
     uint64_t end = 0;
-    for (const Region& region : layout_.regions) {
+    for (const Region& region : layout_->regions) {
       if (end < region.begin) gaps.insert(gaps.end(), {end, region.begin});
       end = region.begin + region.words;
     }
     gap_count_ = static_cast<uint32_t>(gaps.size() / 2);
-    const size_t tensors = layout_.tensors.size();
+    const size_t tensors = layout_->tensors.size();
     const size_t head_at = arena_.reserve<std::byte>(head_.size()), gaps_at = arena_.reserve<uint64_t>(gaps.size());
     const size_t pointers_at = arena_.reserve<void*>(3 * tensors), words_at = arena_.reserve<uint64_t>(4);
     const size_t hashes_at = arena_.reserve<uint64_t>(tensors), keys_at = arena_.reserve<uint64_t>(tensors);
     std::vector<uint64_t> hashes;
     hashes.resize(tensors);
-    for (size_t i = 0; i < tensors; ++i) hashes[place_of_[i]] = layout_.regions[i].name_hash;
+    for (size_t i = 0; i < tensors; ++i) hashes[place_of_[i]] = layout_->regions[i].name_hash;
     for (LaunchGroup& g : groups_) {
       const bool whole = g.scheme.unit == 0;
       g.pieces_at = arena_.reserve<CudaPiece>(g.pieces.size());
@@ -158,14 +159,31 @@ class CudaRunner final : public Runner {
     cudaFreeHost(host_status_);
   }
 
-  const Plan& plan() const override { return plan_; }
+  const Plan& plan() const override { return *plan_; }
+
+  // The tables travel as arguments of a kernel, behind what is enqueued, so that learning neither allocates nor waits.
+  bool retable(const Plan& plan) override {
+    const Layout& next = layout_of(plan);
+    if (!differ_in_tables(*layout_, next)) return false;
+    use();
+    plan_ = &plan;
+    layout_ = &next;
+    head_ = make_head(next, {});
+    cuda_store(device_head_, head_, stream_);
+    for (LaunchGroup& g : groups_) {
+      g.scheme = next.regions[g.region].scheme;
+      cuda_store(arena_.at<std::byte>(g.table_at), std::as_bytes(std::span(g.scheme.table, g.scheme.table_size)),
+                 stream_);
+    }
+    return true;
+  }
 
   std::span<const float> sample(std::span<const void* const> tensors, const Residuals* residuals,
                                 std::span<const Pick> picks) override {
     use();
     std::vector<CudaPick> list;
     for (const Pick& pick : picks) {
-      const TensorSpec& t = layout_.tensors[pick.tensor];
+      const TensorSpec& t = layout_->tensors[pick.tensor];
       list.push_back(
           {tensors[pick.tensor], residuals ? residuals->before[pick.tensor] : nullptr, pick.block, t.count, t.dtype});
     }
@@ -180,17 +198,17 @@ class CudaRunner final : public Runner {
     use();
     size_t units = 0;
     for (uint32_t tensor : which) {
-      const Scheme& scheme = layout_.regions[tensor].scheme;
-      if (scheme.scale_words) units += unit_count(scheme, layout_.tensors[tensor].count);
+      const Scheme& scheme = layout_->regions[tensor].scheme;
+      if (scheme.scale_words) units += unit_count(scheme, layout_->tensors[tensor].count);
     }
     uint32_t* out = scales_.room<uint32_t>(units);
     size_t at = 0;
     for (uint32_t tensor : which) {
-      const Scheme& scheme = layout_.regions[tensor].scheme;
-      const uint64_t count = layout_.tensors[tensor].count, here = scheme.scale_words ? unit_count(scheme, count) : 0;
+      const Scheme& scheme = layout_->regions[tensor].scheme;
+      const uint64_t count = layout_->tensors[tensor].count, here = scheme.scale_words ? unit_count(scheme, count) : 0;
       if (here == 0) continue;
       const std::byte* from =
-          message.data() + layout_.head_bytes + (layout_.regions[tensor].begin + scales_offset(scheme, count)) * 4;
+          message.data() + layout_->head_bytes + (layout_->regions[tensor].begin + scales_offset(scheme, count)) * 4;
       if (scheme.scale_words == 1)
         cuda_throw(cudaMemcpyAsync(out + at, from, here * 4, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
       else
@@ -204,8 +222,8 @@ class CudaRunner final : public Runner {
 
   void encode(std::span<const void* const> tensors, const Stamp& stamp, std::span<std::byte> message,
               const Residuals* residuals) override {
-    check_arguments(layout_, tensors.size(), message, 16);
-    if (residuals) check_residuals(layout_, *residuals);
+    check_arguments(*layout_, tensors.size(), message, 16);
+    if (residuals) check_residuals(*layout_, *residuals);
     use();
     const size_t n = tensors.size();
     for (size_t i = 0; i < n; ++i) {
@@ -244,8 +262,8 @@ class CudaRunner final : public Runner {
 
   void decode(std::span<const std::byte> message, std::span<void* const> tensors, Write write,
               const Stamp* expected) override {
-    check_arguments(layout_, tensors.size(), message, 16);
-    check_write(layout_, write);
+    check_arguments(*layout_, tensors.size(), message, 16);
+    check_write(*layout_, write);
     use();
     for (size_t i = 0; i < tensors.size(); ++i) host_pointers_[place_of_[i]] = tensors[i];
     cuda_begin({check_, status_, 0, nullptr, nullptr, 0}, host_pointers_.data(), pointers_, tensors.size(), stream_);
@@ -330,15 +348,16 @@ class CudaRunner final : public Runner {
 
   void make_groups() {
     std::map<std::pair<uint32_t, DType>, size_t> found;
-    place_of_.assign(layout_.tensors.size(), 0);
-    for (uint32_t i = 0; i < layout_.tensors.size(); ++i) {
-      const TensorSpec& t = layout_.tensors[i];
-      const Region& region = layout_.regions[i];
+    place_of_.assign(layout_->tensors.size(), 0);
+    for (uint32_t i = 0; i < layout_->tensors.size(); ++i) {
+      const TensorSpec& t = layout_->tensors[i];
+      const Region& region = layout_->regions[i];
       if (t.count == 0) continue;
       const auto [it, fresh] = found.try_emplace({region.spec, t.dtype}, groups_.size());
       if (fresh) {
         groups_.emplace_back();
         groups_.back().scheme = region.scheme;
+        groups_.back().region = i;
         groups_.back().ops = region.unit;
         groups_.back().dtype = t.dtype;
       }
@@ -358,8 +377,8 @@ class CudaRunner final : public Runner {
         piece.tensor = next++;
       }
     }
-    for (uint32_t i = 0; i < layout_.tensors.size(); ++i)
-      if (layout_.tensors[i].count == 0) place_of_[i] = next++;
+    for (uint32_t i = 0; i < layout_->tensors.size(); ++i)
+      if (layout_->tensors[i].count == 0) place_of_[i] = next++;
     for (LaunchGroup& g : groups_)
       if (g.ops) g.units = make_units(g);
   }
@@ -382,7 +401,7 @@ class CudaRunner final : public Runner {
     job.tails = g.tails;
     job.first_pointer = g.first_pointer;
     while (g.scheme.unit > (kBlock << job.unit_shift)) ++job.unit_shift;
-    job.body = reinterpret_cast<uint32_t*>(message + layout_.head_bytes);
+    job.body = reinterpret_cast<uint32_t*>(message + layout_->head_bytes);
     job.check = check_;
     job.status = status_;
     job.tops = arena_.at<uint32_t>(g.tops_at);
@@ -393,31 +412,31 @@ class CudaRunner final : public Runner {
 
   CudaHead device_head(const Stamp& stamp) const {
     size_t specs = wire::header::size;
-    for (const Codec& codec : layout_.specs) specs += spec_bytes(codec);
+    for (const Codec& codec : layout_->specs) specs += spec_bytes(codec);
     return {device_head_,
-            static_cast<uint32_t>(layout_.head_bytes),
+            static_cast<uint32_t>(layout_->head_bytes),
             stamp.step,
             stamp.stage,
             stamp.rank,
             stamp.world,
             0,
-            layout_.body_words,
+            layout_->body_words,
             device_gaps_,
             gap_count_,
             true,
             static_cast<uint32_t>(specs),
-            static_cast<uint32_t>(specs + layout_.tensors.size() * wire::row::size)};
+            static_cast<uint32_t>(specs + layout_->tensors.size() * wire::row::size)};
   }
 
-  const Plan& plan_;
-  const Layout& layout_;
+  const Plan* plan_;
+  const Layout* layout_;
   int index_;
   cudaStream_t stream_;
   std::vector<std::byte> head_;
   std::vector<LaunchGroup> groups_;
   std::vector<uint32_t> place_of_;  // tensor -> its place in the pointer tables
   Arena arena_;
-  const std::byte* device_head_ = nullptr;
+  std::byte* device_head_ = nullptr;
   const uint64_t* device_gaps_ = nullptr;
   uint32_t gap_count_ = 0;
   const uint64_t* hashes_ = nullptr;

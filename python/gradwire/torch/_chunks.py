@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Callable, Protocol, Sequence
 import torch
 
 from .. import _core
+from . import _streams
 from ._task import CodingTask, Times
 from ._transport import Exchange, Transport
 
@@ -80,10 +81,14 @@ class Chunk(CodingTask):
     runs."""
 
     def __init__(self, hook: Owner, tensors: tuple[int, ...], chunk: int, chunks: int) -> None:
+        # On streams buckets are exchanged one after the other, so one stream for all of them loses nothing, and the
+        # host has no streams to bring into order.
+        stream = hook._stream if hook._transport.on_streams else None
         super().__init__(
-            hook._model, list(tensors), hook._transport, hook._device, hook._threads, hook._times, chunk, chunks
+            hook._model, list(tensors), hook._transport, hook._device, hook._threads, hook._times, chunk, chunks, stream
         )
         self.hook, self.chunk = hook, chunk
+        self.gradients: list[torch.Tensor] = []
         self.future: "torch.futures.Future[torch.Tensor] | None" = None
         self.settle: Callable[[], None] | None = None  # what remains to be done with a bucket when its chunks are done
         self.used: torch.Tensor | None = None  # which gradients are not zero, where they were replaced since
@@ -91,12 +96,13 @@ class Chunk(CodingTask):
 
     def load(self, buffer: torch.Tensor, gradients: list[torch.Tensor], first: bool, last: bool) -> None:
         """The gradients of this step. `first` and `last` say whether the chunk begins or ends the step."""
+        if gradients is not self.gradients:
+            self.pointers = [gradient.data_ptr() for gradient in gradients]
         self.buffer, self.gradients, self.first, self.last = buffer, gradients, first, last
-        self.pointers = [gradient.data_ptr() for gradient in gradients]
         self.loss_scale = self.hook._scale_on_wire() if first else 1.0
         self.sent = 0
         if self.stream is not None:
-            self.wait_for(torch.cuda.current_stream(self.device))
+            self.wait_for(_streams.current(self.device))
 
     def unload(self) -> None:
         """Lets go of the gradients, where the next step has other buffers."""

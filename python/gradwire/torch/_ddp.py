@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import threading
 import time
 import weakref
 from typing import Any, Mapping, Sequence
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _arrays, _core
 from .._errors import UnsupportedError, UsageError
-from . import _hook, _nodes, _register, _state
+from . import _hook, _nodes, _register, _state, _streams
 from ._agree import Handshake, agreed
 from ._chunks import CHUNK, FINE_CHUNK, SLOW, Chunk, ChunkKey, split, used_flags
 from ._compress import refuse_foreign
@@ -193,10 +194,32 @@ def one_device(parameters: Mapping[str, torch.Tensor]) -> torch.device:
     return first
 
 
+class _Known:
+    """A bucket as DDP will hand it over again. It holds the buffer, so that no other bucket can have its address."""
+
+    def __init__(self, buffer: torch.Tensor, tensors: tuple[int, ...], gradients: list[torch.Tensor]) -> None:
+        self.tensors, self.gradients = tensors, gradients
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self.future.set_result(buffer)
+
+
+class _Landing:
+    """In place of a future, where the task is over when it was submitted."""
+
+    error: BaseException | None = None
+
+    def set_result(self, buffer: torch.Tensor) -> None:
+        pass
+
+    def set_exception(self, error: BaseException) -> None:
+        self.error = error
+
+
 class DdpHook(ReduceHook):
     """The hook of a DistributedDataParallel."""
 
     _accumulation = "ddp.no_sync()"
+    _is_light = True  # on streams all results are on the hook's own one
 
     def __init__(
         self,
@@ -257,6 +280,10 @@ class DdpHook(ReduceHook):
         self._used: list[Chunk] = []  # in this step
         self._chunk_elements = CHUNK
         self._began = 0.0
+        self._is_taught = threading.Event()  # whether the step before has been learned from
+        self._is_taught.set()
+        self._known: dict[int, _Known] = {}  # on streams: buckets by the address of their buffers
+        self._results = _streams.Following()
 
     def _place(self) -> tuple[int, int, int, int]:
         """(nodes, ranks per node, the node of this rank, its place in that), as residuals are cut."""
@@ -278,6 +305,7 @@ class DdpHook(ReduceHook):
         self.codec, self._down, self._model = codec, down, model
         # Every codec is fp32: the process group's own all-reduce gives the bits of plain DDP.
         self._plain = self._is_exact(codec, down)
+        self._learns = model.learns()
 
     def __repr__(self) -> str:
         elements = self._meters.whole
@@ -343,6 +371,7 @@ class DdpHook(ReduceHook):
 
     def _forget_chunks(self) -> None:
         self._chunks.clear()
+        self._known.clear()
 
     # One step.
 
@@ -351,25 +380,51 @@ class DdpHook(ReduceHook):
         self._check_layout(buffer)
         if not self._plain:
             self._transport.check()
-        if bucket.index() == 0:
+        first = bucket.index() == 0
+        if first:
             compares = not self._plain and self._world > 1
             self._exposed.begin((lambda values: dist.all_reduce(values, group=self._group)) if compares else None)
         if self._is_metered:
             self._exposed.handed(buffer, bucket.is_last())
         if self._plain:
             return self._all_reduce(bucket)
+        if first:
+            self._look_after_watch()
+        if self._transport.on_streams and self._is_light:
+            return self._on_streams(bucket, buffer)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[self._device] if self._stream else None
         )
         result = done.then(lambda future: future.value())  # raises in a way that DDP understands
-        self._look_after_watch()
         tensors = tuple(self._index[id(parameter)] for parameter in bucket.parameters())
         self._send(bucket, done, tensors)
         return result
 
-    def _send(self, bucket: Any, done: torch.futures.Future[torch.Tensor], tensors: tuple[int, ...]) -> None:
+    def _on_streams(
+        self, bucket: Any, buffer: torch.Tensor
+    ) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        """DDP looks at no result before the last bucket was handed over. So futures are complete from the start, and
+        the stream of the backward pass waits once, for all buckets."""
+        known = self._known.get(buffer.data_ptr())
+        if known is None:
+            if bucket.index() == 0:
+                self._known.clear()  # DDP has rebuilt its buckets
+            tensors = tuple(self._index[id(parameter)] for parameter in bucket.parameters())
+            known = self._known[buffer.data_ptr()] = _Known(buffer, tensors, bucket.gradients())
+        landing = _Landing()
+        self._send(bucket, landing, known.tensors, known.gradients)
+        if landing.error is not None:
+            raise landing.error
+        if bucket.is_last() and self._stream is not None:
+            self._results.wait_for(self._stream, _streams.current(self._device))
+        return known.future
+
+    def _send(
+        self, bucket: Any, done: Any, tensors: tuple[int, ...], gradients: list[torch.Tensor] | None = None
+    ) -> None:
         """Submits a bucket to the transport, which completes `done`."""
-        buffer, gradients = bucket.buffer(), bucket.gradients()
+        buffer = bucket.buffer()
+        gradients = bucket.gradients() if gradients is None else gradients
         used: torch.Tensor | None = None
         if self._momentum is not None:
             if bucket.index() == 0:
@@ -392,7 +447,7 @@ class DdpHook(ReduceHook):
             chunk.used = used[at : at + len(key[0])] if used is not None else None
             chunk.load(
                 buffer,
-                gradients[at : at + len(key[0])],
+                gradients if len(key[0]) == len(gradients) else gradients[at : at + len(key[0])],
                 bucket.index() == 0 and key is keys[0],
                 bucket.is_last() and key is keys[-1],
             )
@@ -443,6 +498,8 @@ class DdpHook(ReduceHook):
 
     def _begin(self, loss_scale: float) -> None:
         """At the first bucket, in the thread that encodes."""
+        self._is_taught.wait()
+        self._transport.check()
         self._began = time.perf_counter()
         self._model.begin(self.step, loss_scale=loss_scale, rate=self._rate, exact=self._sends_exactly())
 
@@ -453,17 +510,28 @@ class DdpHook(ReduceHook):
                 chunk.precede(self._stream)
         self._check_results()
         self._model.end()
-        stats = self._model.stats()
-        if stats is not None:
-            self._model.learn(self._transport.gather_bytes(stats))
         sent = self._count_sent(used)
         if self._meters.steps % 100 == 1 and not self._transport.on_streams:
             self._choose_chunk_size(sent)
         for exempt in self._step_done(self._transport):
             self._model.exempt(exempt)
         self.step += 1
-        self._exposed.done(torch.cuda.current_stream(self._device) if self._stream is not None else None)
+        self._exposed.done(_streams.current(self._device) if self._stream is not None else None)
         self._exposed.judge(self._transport.gather_everywhere, self.codec, dist.get_rank(self._group) == 0)
+        if self._learns:
+            self._is_taught.clear()
+            self._transport.later(self._learn)
+
+    def _learn(self) -> None:
+        """What codecs learn from a step, while the training goes on: the statistics of a GPU are waited for, gathered
+        from all ranks and fitted. The next step begins with the result, so that every rank has it from the same step
+        on."""
+        try:
+            stats = self._model.stats()
+            if stats is not None:
+                self._model.learn(self._transport.pool_bytes(stats))
+        finally:
+            self._is_taught.set()
 
     def _check_results(self) -> None:
         """Before a step is decided: all ranks see the same results, and the core has checked them."""
@@ -550,6 +618,7 @@ class DdpHook(ReduceHook):
         _state.load(self, state)
 
     def _synchronize(self) -> None:
+        self._is_taught.wait()
         self._transport.check()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

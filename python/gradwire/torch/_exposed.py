@@ -28,6 +28,8 @@ from typing import Callable, Sequence
 
 import torch
 
+from . import _streams
+
 TIMED, JUDGED = 20, 50  # the step before which torch's all-reduce is timed, and the one after which both are compared
 MARGIN = 1.1  # how much longer a step must wait before that is more than noise
 
@@ -82,9 +84,9 @@ class Exposed:
         self._handed.append(self._clock())
         self._is_complete = last
         self._sizes.append((buffer.numel(), buffer.dtype))
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and last:
             self._ready = torch.cuda.Event(enable_timing=True)
-            self._ready.record(torch.cuda.current_stream(self._device))
+            self._ready.record(_streams.current(self._device))
 
     def landed(self) -> None:
         """One of the results is there, in any order and in any thread."""

@@ -111,7 +111,11 @@ class NodesHook(DdpHook):
 
     # One step.
 
-    def _send(self, bucket: Any, done: torch.futures.Future[torch.Tensor], tensors: tuple[int, ...]) -> None:
+    _is_light = False  # a bucket ends on the stream of its node
+
+    def _send(
+        self, bucket: Any, done: Any, tensors: tuple[int, ...], gradients: list[torch.Tensor] | None = None
+    ) -> None:
         buffer, gradients = bucket.buffer(), bucket.gradients()
         here = tuple(tensor for tensor in tensors if self._meters.elements[tensor])
         keys = []

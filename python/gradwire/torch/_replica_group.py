@@ -42,15 +42,22 @@ def has_replicas(model: torch.nn.Module) -> bool:
             theirs.mesh_info
             for module in model.modules()
             if isinstance(module, fsdp.FSDPModule)
-            for theirs in module._get_fsdp_state()._fsdp_param_groups
+            for theirs in _param_groups(module._get_fsdp_state())
         ]
         return any(info.replicate_mesh_dim is not None for info in infos)
-    except AttributeError:
+    except (AttributeError, UnsupportedError):
         # A torch that `find` refuses. Placements are public, but tensor parallelism has replicas too.
         return any(
             isinstance(parameter, DTensor) and any(isinstance(one, Replicate) for one in parameter.placements)
             for parameter in model.parameters()
         )
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """Older torches have one group of parameters for each module that was sharded, or none."""
+    if not hasattr(state, "_fsdp_param_groups") and hasattr(state, "_fsdp_param_group"):
+        return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(_door(state, "_fsdp_param_groups"))
 
 
 def _door(owner: Any, name: str) -> Any:
@@ -275,7 +282,7 @@ def find(model: torch.nn.Module) -> Replicas:
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             state = _door(module, "_get_fsdp_state")()
-            for theirs in _door(state, "_fsdp_param_groups"):
+            for theirs in _param_groups(state):
                 found[id(theirs)] = theirs  # several modules may share a state
     units: list[Unit] = []
     replicated: list[Any] = []

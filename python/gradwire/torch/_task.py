@@ -16,6 +16,7 @@ from typing import ContextManager, Iterator
 import torch
 
 from .. import _core
+from . import _streams
 from ._transport import Exchange, Transport
 
 
@@ -56,7 +57,7 @@ def between(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[
     if stream is None:
         yield
         return
-    theirs = torch.cuda.current_stream(device)
+    theirs = _streams.current(device)
     stream.wait_stream(theirs)
     with torch.cuda.stream(stream):
         yield
@@ -68,12 +69,17 @@ class Buffers:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device, bool], torch.Tensor] = {}
+        self._last: dict[tuple[str, torch.device, bool], torch.Tensor] = {}  # given last
 
     def get(self, name: str, size: int, device: torch.device, pinned: bool = False) -> torch.Tensor:
         key = (name, device, pinned)
+        last = self._last.get(key)
+        if last is not None and last.numel() == size:
+            return last
         if key not in self._buffers or self._buffers[key].numel() < size:
             self._buffers[key] = torch.empty(max(size, 16), dtype=torch.uint8, device=device, pin_memory=pinned)
-        return self._buffers[key][:size]
+        self._last[key] = self._buffers[key][:size]
+        return self._last[key]
 
 
 def core_device(device: torch.device, stream: "torch.cuda.Stream | None", threads: int) -> "_core.Device":
@@ -86,23 +92,28 @@ def core_device(device: torch.device, stream: "torch.cuda.Stream | None", thread
 class StagedTask:
     """The part of a BucketTask that knows neither DDP nor codecs: buffers that are sent and received."""
 
-    def __init__(self, transport: Transport, device: torch.device, times: Times) -> None:
+    def __init__(
+        self, transport: Transport, device: torch.device, times: Times, stream: "torch.cuda.Stream | None" = None
+    ) -> None:
+        """stream: that of the task, on a GPU; one of its own unless given."""
         self.transport, self.device, self.times = transport, device, times
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = (stream or torch.cuda.Stream(device)) if device.type == "cuda" else None
+        self._on = _streams.On(self.stream) if self.stream is not None else None
+        self._following = _streams.Following()
         self.buffers = Buffers()
         self.through_host = device.type == "cuda" and not transport.on_streams
         self.sent = 0  # bytes to other ranks, in the last step
 
     def on_stream(self) -> ContextManager[object]:
-        return torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
+        return self._on if self._on is not None else contextlib.nullcontext()
 
     def wait_for(self, stream: "torch.cuda.Stream | None") -> None:
         if self.stream is not None and stream is not None:
-            self.stream.wait_stream(stream)
+            self._following.wait_for(stream, self.stream)
 
     def precede(self, stream: "torch.cuda.Stream") -> None:
         if self.stream is not None:
-            stream.wait_stream(self.stream)
+            self._following.wait_for(self.stream, stream)
 
     def measure(self, kind: str, phase: str) -> ContextManager[None]:
         return self.times.measure(kind, phase, wall=self.device.type == "cuda")
@@ -146,9 +157,9 @@ class CodingTask(StagedTask):
 
     def __init__(
         self, model: "_core.ModelCoder", tensors: list[int], transport: Transport, device: torch.device, threads: int,
-        times: Times, chunk: int = 0, chunks: int = 1,
+        times: Times, chunk: int = 0, chunks: int = 1, stream: "torch.cuda.Stream | None" = None,
     ) -> None:  # fmt: skip
-        super().__init__(transport, device, times)
+        super().__init__(transport, device, times, stream)
         self.tensors = tensors
         self._make = lambda: _core.BucketCoder(model, tensors, core_device(device, self.stream, threads), chunk, chunks)
         self._coder: "_core.BucketCoder | None" = None

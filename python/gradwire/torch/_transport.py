@@ -7,12 +7,13 @@ buckets in the order in which they were submitted:
 
     thread "up"      encodes a bucket and starts the all-to-all on the group `up`
     thread "down"    waits for it, reduces, encodes the result and starts the second exchange on the group `down`
-    thread "end"     waits for it, decodes, and completes the bucket's future; statistics for codecs that learn use
-    `end`
+    thread "end"     waits for it, decodes, and completes the bucket's future; on the group `end` it also gathers the
+                     statistics of codecs that learn, when the last bucket of a step is complete
 
 If the second exchange were started from a completion callback instead, its order would differ between ranks, and they
 would deadlock. For the same reason all hooks on one process group share one transport. With NCCL no thread is needed:
-all work is enqueued on CUDA streams, on one group, in the order of the calls.
+all work is enqueued on CUDA streams, on one group, in the order of the calls. Only a codec that learns has a thread
+there, because learning waits for the GPU, and a group on Gloo, because NCCL's must not be used by two threads at once.
 
 A failure on one rank stays with its transport: every later bucket fails at once with the same message. The other ranks
 learn of it from the process group, when its time-out has passed or when the connection is closed.
@@ -110,9 +111,12 @@ class Transport:
         self._pending: list[BucketTask] = []
         self._threads: list[threading.Thread] = []
         self._queues: list[_Queue]
+        self._after: _Queue | None = None  # of the thread that learns, on streams
+        self._pool: Any = None  # the group of that thread
         # What was begun on a group, and perhaps never waited for. Each list is changed by one thread only.
         self._begun: dict[str, list["dist.Work"]] = {"up": [], "down": [], "in": [], "out": []}
         timeout = timeout or timeout_of_group(group, self.device) or default_pg_timeout
+        self._make_pool = lambda: self._own_group(f"{path}/learn", self.rank, self.world, timeout, on_host=True)
         phases = ["up"] if self.on_streams else ["up", "down", "end"]
         groups = [self._own_group(f"{path}/{phase}", self.rank, self.world, timeout) for phase in phases]
         self.up, self.down, self.end = groups[0], groups[-1 if self.on_streams else 1], groups[-1]
@@ -131,11 +135,11 @@ class Transport:
             self._threads.append(thread)
         Transport._every.add(self)
 
-    def _own_group(self, name: str, rank: int, world: int, timeout: timedelta) -> Any:
+    def _own_group(self, name: str, rank: int, world: int, timeout: timedelta, on_host: bool = False) -> Any:
         """A backend by itself, which torch's list of groups does not contain: making a listed group would involve ranks
         that are not members of the user's group."""
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
-        if not self.on_streams:
+        if on_host or not self.on_streams:
             return dist.ProcessGroupGloo(store, rank, world, timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -193,6 +197,8 @@ class Transport:
                 Transport._shared.remove(self)
             if not self._closed and self._queues:
                 self._queues[0].put(None)
+            if not self._closed and self._after is not None:
+                self._after.put(None)
             self._closed = True
 
     @classmethod
@@ -316,6 +322,39 @@ class Transport:
         self._pending.remove(task)
         task.fail(error)
 
+    # When a step is complete.
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Does something when the last bucket of a step is complete, while the training goes on. Only `finish` may call
+        this. What fails here fails the transport."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self.failure = self.failure or error
+
+        if not self.on_streams:
+            self._queues[-1].put(guarded)  # behind the end of the task that calls
+            return
+        with self._lock:
+            if self._after is None:
+                self._after = queue.SimpleQueue()
+                thread = threading.Thread(
+                    target=self._work, args=(self._after, None), name="gradwire learn", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+            self._after.put(guarded)
+
+    def pool_bytes(self, mine: bytes) -> bytes:
+        """As gather_bytes, for what was given to `later`."""
+        if not self.on_streams:
+            return self.gather_bytes(mine)
+        if self._pool is None:
+            self._pool = self._make_pool()
+        return self._gathered(mine, self._pool, self.world, torch.device("cpu"))
+
     def check(self) -> None:
         if self.failure is not None:
             raise EngineError(
@@ -347,9 +386,9 @@ class Transport:
             every = self._gathered(every, self._within["out"], self.layout.per_node)
         return every
 
-    def _gathered(self, mine: bytes, group: Any, world: int) -> bytes:
-        own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
-        every = torch.empty(world * own.numel(), dtype=torch.uint8, device=self.device)
+    def _gathered(self, mine: bytes, group: Any, world: int, device: torch.device | None = None) -> bytes:
+        own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device or self.device)
+        every = torch.empty(world * own.numel(), dtype=torch.uint8, device=own.device)
         group._allgather_base(every, own).wait()
         return bytes(every.cpu().numpy())
 
