@@ -56,14 +56,17 @@ std::vector<float> mean_of(const Stores& all, std::span<const size_t> ranks, con
   return mean;
 }
 
+[[noreturn]] void refuse_cover(const std::string& name, const char* direction) {
+  refuse_usage(fmt::format("redistribute: the {} residuals of tensor '{}' do not cover its elements exactly once",
+                           direction, name),
+               "ranks");
+}
+
 // All parts of one tensor, joined.
 std::vector<float> joined(const Parts& parts, const std::string& name, const char* direction) {
   std::vector<float> whole;
   for (const auto& [first, part] : parts) {
-    if (first != whole.size())
-      refuse_usage(fmt::format("redistribute: the {} residuals of tensor '{}' do not cover its elements exactly once",
-                               direction, name),
-                   "ranks");
+    if (first != whole.size()) refuse_cover(name, direction);
     whole.insert(whole.end(), part.begin(), part.end());
   }
   return whole;
@@ -88,6 +91,27 @@ std::vector<std::vector<size_t>> ranks_by_place(std::span<const ExtraState* cons
     refuse_usage(fmt::format("redistribute: {} states of {}; pass one of every rank", positions.size(), first.str()),
                  "ranks");
   return places;
+}
+
+// All residuals by tensor: the means of the workers', and the owners'.
+struct CollectedResiduals {
+  std::map<std::string, Parts> up, down;
+};
+
+CollectedResiduals collected(const Stores& stores, std::span<const ExtraState* const> extras) {
+  CollectedResiduals all;
+  for (const std::vector<size_t>& holders : ranks_by_place(extras)) {
+    std::set<ResidualKey> keys;
+    for (size_t rank : holders)
+      for (const auto& [key, residual] : stores[rank]->residuals()) {
+        if (key.direction == Direction::up)
+          keys.insert(key);
+        else if (residual.count > 0 && !all.down[key.name].emplace(key.first, stores[rank]->values(key)).second)
+          refuse_cover(key.name, "down");
+      }
+    for (const ResidualKey& key : keys) all.up[key.name].emplace(key.first, mean_of(stores, holders, key));
+  }
+  return all;
 }
 
 // (nodes, ranks of each) of the new ranks; on one level every rank is a node.
@@ -120,21 +144,7 @@ std::vector<ErrorFeedback> ErrorFeedback::redistribute(std::span<const ErrorFeed
                                name_of(stores.back()->dtype()), name_of(model.store.dtype())),
                    "residual");
   }
-  std::map<std::string, Parts> up, down;
-  for (const std::vector<size_t>& holders : ranks_by_place(extras)) {
-    std::set<ResidualKey> keys;
-    for (size_t rank : holders)
-      for (const auto& [key, residual] : stores[rank]->residuals())
-        if (key.direction == Direction::up)
-          keys.insert(key);
-        else if (residual.count > 0 && !down[key.name].emplace(key.first, stores[rank]->values(key)).second)
-          refuse_usage(fmt::format("redistribute: the down residuals of tensor '{}' do not cover its elements exactly "
-                                   "once",
-                                   key.name),
-                       "ranks");
-    for (const ResidualKey& key : keys) up[key.name].emplace(key.first, mean_of(stores, holders, key));
-  }
-
+  const auto [up, down] = collected(stores, extras);
   const bool one_level = now.per_node == 1;
   std::vector<ErrorFeedback> fresh;
   for (uint32_t position = 0; position < static_cast<uint32_t>(new_world); ++position) {

@@ -380,6 +380,28 @@ TEST(Feedback, StatesThatDoNotFitTogetherAreRefused) {
   EXPECT_REFUSED(usage, "new_world", "at least 1", ErrorFeedback::redistribute(std::span(&one, 1), 0));
 }
 
+TEST(Feedback, StatesOfNodesThatDoNotFitTogetherAreRefused) {
+  const auto states = [](int world, int nodes) {
+    std::vector<ErrorFeedback> ranks(2);
+    for (ErrorFeedback& rank : ranks) rank.add(Direction::up, "a", 3 * kTileElements);
+    return ErrorFeedback::redistribute(ranks, world, nodes);
+  };
+  std::vector<ErrorFeedback> four = states(4, 2), six = states(6, 3);
+  EXPECT_EQ(ErrorFeedback::redistribute(four, 6, 3).size(), 6u);
+  EXPECT_REFUSED(usage, "ranks", "3 states of 2 nodes of 2 ranks",
+                 ErrorFeedback::redistribute(std::span(four).first(3), 2));
+  EXPECT_REFUSED(usage, "new_nodes", "new_nodes is 3", ErrorFeedback::redistribute(four, 4, 3));
+  EXPECT_REFUSED(usage, "new_nodes", "new_nodes is -1", ErrorFeedback::redistribute(four, 4, -1));
+  std::swap(four[1], six[1]);
+  EXPECT_REFUSED(usage, "ranks", "rank 1 is of 3 nodes of 2 ranks", ErrorFeedback::redistribute(four, 2));
+  std::vector<ErrorFeedback> again = states(4, 2);
+  four[1] = std::move(again[0]);
+  EXPECT_REFUSED(usage, "ranks", "position 0 stands twice", ErrorFeedback::redistribute(four, 2));
+  const uint32_t words[] = {2, 2, 4, 0};
+  four[1].set_extra("nodes", std::as_bytes(std::span(words)));
+  EXPECT_REFUSED(frame, "nodes", "position 4", ErrorFeedback::redistribute(four, 2));
+}
+
 // ---- the file
 
 class FeedbackFile : public testing::Test {
