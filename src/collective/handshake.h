@@ -33,8 +33,8 @@ struct Handshake {
 inline constexpr size_t kCommonFields = 10;
 inline constexpr size_t kTensorFields = 4;
 
-// Throws `failure` if this rank has one, Error{mismatch} on every rank if another has, or if ranks disagree. Returns the
-// nodes of all ranks.
+// Throws `failure` if this rank has one, Error{mismatch} on every rank if another has, or if ranks disagree. Returns
+// the nodes of all ranks.
 std::vector<int> agree(Engine& engine, const Handshake& handshake, std::exception_ptr failure);
 
 // The same before each step, with less to send: `agreed` is the hash of what was agreed before.

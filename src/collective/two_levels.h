@@ -30,8 +30,8 @@ struct TwoLevels {
   }
   int others() const { return layout.per_node() * (layout.nodes() - 1); }  // ranks of other nodes
 
-  // What all ranks have, place after place. Every byte leaves its node once for every other node, and not once for every
-  // rank there.
+  // What all ranks have, place after place. Every byte leaves its node once for every other node, and not once for
+  // every rank there.
   void all_gather(ConstBytes mine, Bytes all) {
     const auto nodes = static_cast<size_t>(layout.nodes()), places = static_cast<size_t>(layout.per_node());
     const auto slots = [](Bytes whole, size_t count) {

@@ -14,7 +14,7 @@ struct TestLayout {
   int world() const { return nodes * per_node; }
   std::string str() const { return std::to_string(nodes) + "x" + std::to_string(per_node); }
 };
-inline const TestLayout kLayouts[] = {{2, 2}, {2, 4}, {3, 2}};
+inline const std::vector<TestLayout> kLayouts = lighter<std::vector<TestLayout>>({{2, 2}, {2, 4}, {3, 2}}, {{2, 2}});
 
 inline const std::vector<NamedTensor> kTwoLevelModel{{"embed", lighter(100'003, 35'003), DType::f32, 2},
                                                      {"a.weight", lighter(40'000, 4'000), DType::f32, 2},

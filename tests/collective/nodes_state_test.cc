@@ -40,8 +40,8 @@ struct NodeBooks {
       }
     }
   }
-  // As Books of collective_state_test.cc: less than u B (W + 7) for each step, where B bounds all that is added. The sum
-  // within a node is W terms more and two divisions.
+  // As Books of collective_state_test.cc: less than u B (W + 7) for each step, where B bounds all that is added. The
+  // sum within a node is W terms more and two divisions.
   void check(int steps, int world, const std::string& what) const {
     const double allowed = steps * 0x1p-24 * 3 * most * (2 * world + 9);
     double worst = 0, debt = 0;
@@ -70,6 +70,7 @@ TEST(TwoLevels, WhatIsOwedSurvivesOtherNodes) {
                            {{2, 2}, {2, 2}}})
     for (Op op : {Op::mean, Op::sum})
       for (Method method : kMethods) {
+        if (kThreadSanitizer && (op == Op::mean || method == Method::gather || move.to.world() > 4)) continue;
         NodeBooks books(tensors[0].count);
         const auto run = [&](const TestLayout& layout, uint64_t first, std::vector<ErrorFeedback>& states, bool last) {
           run_loopback(layout.world(), [&](Engine& engine) {
@@ -137,6 +138,7 @@ TEST(TwoLevels, AStoppedRunGoesOnBitForBit) {
   const TestLayout layout{2, 2};
   for (const char* codec : {"onebit", "optquant:bits=3", "dqsgd:budget=4,steps=6", "*.bias=fp32;*=topk"})
     for (DType residual : {DType::f32, DType::bf16}) {
+      if (kThreadSanitizer && (residual == DType::bf16 || codec == std::string("optquant:bits=3"))) continue;
       const ReduceOptions options{.up = codec, .feedback = Feedback::on, .residual = residual, .steps = 6, .nodes = 2};
       const auto path = [&](const Engine& engine) { return (folder.path() / std::to_string(engine.rank())).string(); };
       std::vector<TensorValues> whole(4, TensorValues(kTwoLevelModel)), resumed = whole;
@@ -256,8 +258,8 @@ double distance_after(const ReduceOptions& options, uint64_t seed, uint64_t step
   return distance;
 }
 
-// With feedback what is owed stays of the size of a gradient, so the iterate is off by the learning rate times that: the
-// same bound for one level and for two. It is the mean of squares of the nodes' constants times 0.05^2. One level has
+// With feedback what is owed stays of the size of a gradient, so the iterate is off by the learning rate times that:
+// the same bound for one level and for two. It is the mean of squares of the nodes' constants times 0.05^2. One level has
 // twice as many senders, whose errors average out. Without feedback the same codec stops far from the minimum.
 TEST(TwoLevels, ALongRunWithFeedbackEndsWhereOneLevelDoes) {
   const uint64_t steps = lighter<uint64_t>(1000, 30);

@@ -34,7 +34,7 @@ TEST(TwoLevels, GiveTheBitsOfRanksThatAreNodes) {
     for (const std::string& codec : all_specs())
       for (Method method : kMethods) {
         if (Codec::parse(codec).traits().unit == 0) continue;  // what is one unit depends on where tensors are cut
-        if (codec != "qsgd" && layout.world() > 4) continue;
+        if (codec != "qsgd" && (layout.world() > 4 || kThreadSanitizer)) continue;
         const std::string what = codec + " " + name_of(method) + " " + layout.str();
         ReduceOptions one{.method = method, .up = codec, .seed = 7, .steps = steps};
         // Random bits on the way down are those of an owner, and these differ.
@@ -84,7 +84,7 @@ TEST(TwoLevels, AllRanksHoldTheSameBitsWithEveryCodec) {
 // With u = 2^-24: W - 1 sums and two divisions are off by at most (W + 1) u of the sum of magnitudes, here below
 // 0.035 each. The exact mean is taken in double.
 TEST(TwoLevels, WithoutCompressionTheResultIsTheMean) {
-  const std::vector<NamedTensor> tensors{{"w", 70'001}, {"b", 3}};
+  const std::vector<NamedTensor> tensors{{"w", lighter(70'001, 33'001)}, {"b", 3}};
   for (const TestLayout& layout : kLayouts)
     for (Op op : {Op::mean, Op::sum}) {
       const int world = layout.world();
@@ -139,10 +139,10 @@ TEST(TwoLevels, NodeBytesAreWhatCrosses) {
         });
 }
 
-// Each of L ranks sends 1/L of the tensors to other nodes. On one level each sends to L ranks of every other node. Heads
-// of messages and agreement make a difference of less than a hundredth here.
+// Each of L ranks sends 1/L of the tensors to other nodes. On one level each sends to L ranks of every other node.
+// Heads of messages and agreement make a difference of less than a hundredth here.
 TEST(TwoLevels, OneLthOfTheBytesLeavesANode) {
-  const std::vector<NamedTensor> tensors{{"w", 16 * kTileElements}};
+  const std::vector<NamedTensor> tensors{{"w", lighter<uint64_t>(16, 4) * kTileElements}};
   for (const TestLayout& layout : kLayouts) {
     PerRank<uint64_t> one(layout.world()), two(layout.world());
     run_loopback(layout.world(), [&](Engine& loopback) {
@@ -170,6 +170,7 @@ TEST(TwoLevels, ANanOnOneRankReachesAllAndChangesNoResidual) {
     for (Method method : kMethods)
       for (float poison : {std::nanf(""), HUGE_VALF})
         for (size_t tensor : {size_t{0}, size_t{3}, size_t{6}}) {
+          if (kThreadSanitizer && (codec != std::string("onebit") || tensor != 3 || std::isinf(poison))) continue;
           std::vector<TensorValues> results(4, TensorValues(kTwoLevelModel));
           run_loopback(layout.world(), [&](Engine& engine) {
             Reducer reducer(engine, kTwoLevelModel,
