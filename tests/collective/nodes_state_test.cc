@@ -259,8 +259,8 @@ double distance_after(const ReduceOptions& options, uint64_t seed, uint64_t step
 }
 
 // With feedback what is owed stays of the size of a gradient, so the iterate is off by the learning rate times that:
-// the same bound for one level and for two. It is the mean of squares of the nodes' constants times 0.05^2. One level has
-// twice as many senders, whose errors average out. Without feedback the same codec stops far from the minimum.
+// the same bound for one level and for two. It is the mean of squares of the nodes' constants times 0.05^2. One level
+// has twice as many senders, whose errors average out. Without feedback the same codec stops far from the minimum.
 TEST(TwoLevels, ALongRunWithFeedbackEndsWhereOneLevelDoes) {
   const uint64_t steps = lighter<uint64_t>(1000, 30);
   const double bound = 0.05 * 0.05 * (0.5 * 0.5 / 3 + 0.15 * 0.15 * 2 / 3);
