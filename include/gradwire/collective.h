@@ -106,8 +106,10 @@ struct ReduceTimes {
 // Bytes held, on the host and on the device together.
 struct ReduceMemory {
   uint64_t residuals = 0;  // both copies
-  uint64_t messages = 0;   // sent and received, and the buffers between host and GPU
-  uint64_t sums = 0;       // f32 sums that do not fit in the outputs
+  // Sent and received, and the buffers between host and GPU. On two levels also what ranks of a node send each other,
+  // about twice the tensors.
+  uint64_t messages = 0;
+  uint64_t sums = 0;  // f32 sums that do not fit in the outputs
 };
 
 // All-reduce of a fixed list of tensors, step after step. Construction is collective: ranks compare (names, counts,

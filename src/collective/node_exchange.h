@@ -33,7 +33,7 @@ class NodeExchange {
   const std::vector<void*>& pieces() const { return pieces_; }
 
   void scatter(std::span<const void* const> in);
-  // `fine`: as far as this rank is concerned; false is returned if any rank of the node says false.
+  // `check`: whether results must be finite. False is returned on all ranks of a node if those of any of them are not.
   bool gather(std::span<void* const> out, bool check);
 
   uint64_t bytes_sent() const;  // in a step
@@ -48,7 +48,7 @@ class NodeExchange {
   struct NodeRow {
     std::vector<PieceInRow> pieces;  // per tensor
     uint64_t start = 0;              // byte in rows_
-    uint64_t bytes = 0;              // of the pieces; kFlagBytes more follow
+    uint64_t bytes = 0;              // of the pieces; a flag follows where rows are gathered
   };
 
   size_t place() const { return static_cast<size_t>(node_.rank()); }

@@ -25,13 +25,10 @@ class NodeLayout {
 
   int nodes() const { return static_cast<int>(members_.size()); }
   int per_node() const { return static_cast<int>(members_[0].size()); }
-  int node() const { return node_; }    // of this rank
-  int place() const { return place_; }  // of this rank in it
+  int place() const { return place_; }  // of this rank in its node
   int position() const { return node_ * per_node() + place_; }
   const std::vector<int>& neighbours() const { return members_[static_cast<size_t>(node_)]; }  // ranks of this node
   std::vector<int> peers() const;  // the ranks with this place, one of each node
-  // The rank with this place in this node.
-  int rank_at(int node, int place) const { return members_[static_cast<size_t>(node)][static_cast<size_t>(place)]; }
 
  private:
   std::vector<std::vector<int>> members_;  // ranks of each node, in ascending order
