@@ -380,6 +380,21 @@ TEST(Feedback, StatesThatDoNotFitTogetherAreRefused) {
   EXPECT_REFUSED(usage, "new_world", "at least 1", ErrorFeedback::redistribute(std::span(&one, 1), 0));
 }
 
+// 3200 small tensors on 4 nodes of 4 ranks: 200 for each rank, with a standard deviation of 14. If place and owner
+// were drawn alike, four ranks would have them all.
+TEST(Feedback, SmallTensorsAreSpreadOverAllRanksOfAllNodes) {
+  const int nodes = 4, places = 4;
+  std::vector<int> owned(static_cast<size_t>(nodes * places));
+  for (int t = 0; t < 3200; ++t) {
+    const std::string name = "layer" + std::to_string(t) + ".bias";
+    for (int place = 0; place < places; ++place)
+      for (const OwnedRun& run : owners(name, piece_of(name, 100, place, places).count, nodes, places))
+        ++owned[static_cast<size_t>(run.owner * places + place)];
+  }
+  EXPECT_EQ(std::accumulate(owned.begin(), owned.end(), 0), 3200);
+  for (int count : owned) EXPECT_NEAR(count, 200, 6 * 14);
+}
+
 TEST(Feedback, StatesOfNodesThatDoNotFitTogetherAreRefused) {
   const auto states = [](int world, int nodes) {
     std::vector<ErrorFeedback> ranks(2);
