@@ -114,6 +114,8 @@ typedef struct gw_communicator {
                   const size_t* recv_bytes);
   void (*abandon)(void* context, const char* why); /* this rank has failed and will not call again; may be null */
   void (*close)(void* context);                    /* called by gw_reducer_close(); may be null */
+  int node; /* above 0: ranks with the same number run on one node, for the option `nodes`; 0: not known. A
+             * communicator that ends before this field, by struct_bytes, is accepted too. */
 } gw_communicator;
 
 /* Opens a reducer for the tensors and codecs of a plan, which are copied; what the plan was fitted to does not matter,
@@ -138,14 +140,18 @@ int gw_reducer_open_mpi(int communicator, double timeout, const gw_plan* plan, g
  *   decay           above 0, to 1: what is left of an old residual when it is added
  *   seed, steps     whole numbers: of the random bits, and the length of the run for codecs that plan with it
  *   threads         of this rank, for encoding and decoding; 1 to 1024
+ *   nodes           0 (one level), a number of nodes of equally many consecutive ranks, or auto: two levels, where
+ *                   ranks of a node reduce plainly and only nodes exchange messages. auto finds ranks that share a
+ *                   machine, over MPI or by the field `node` of the communicator
  * and, also between steps:
  *   rate            the learning rate, 0 or more, for codecs that follow it
  *   loss_scale      the factor that the gradients of the next steps carry
  */
 int gw_reducer_set(gw_reducer* reducer, const char* option, const char* value);
 
-/* Figures: message_bytes (what this rank sends to others in a step), skipped (steps with results that were not finite:
- * they change no residual). They exist after the first step. */
+/* Figures: message_bytes (what this rank sends to others in a step), node_bytes (what of it leaves the node; on one
+ * level all of it), skipped (steps with results that were not finite: they change no residual). They exist after the
+ * first step. */
 int gw_reducer_get(gw_reducer* reducer, const char* figure, uint64_t* value);
 
 /* One step, collective: in[i] is read and the result is written to out[i], for every tensor of the plan. They may be

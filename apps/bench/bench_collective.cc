@@ -22,6 +22,7 @@ namespace {
 struct CollectiveOptions {
   std::vector<std::string> codecs = {"qsgd:bits=4"};
   std::string engine = "loopback", method = "scatter", list, residual = "f32", down;
+  std::string nodes = "0";
   int world = 4;
   bool world_chosen = false;
   uint64_t elements = 16777216;
@@ -43,6 +44,7 @@ ReduceBenchOptions reduce_bench_options(const CollectiveOptions& options, const 
   bench.reduce.down = options.down;
   bench.reduce.residual = parse_dtype(options.residual);
   bench.reduce.device.threads = options.threads;
+  bench.reduce.nodes = options.nodes == "auto" ? ReduceOptions::kAutoNodes : std::stoi(options.nodes);
   bench.steps = options.steps;
   return bench;
 }
@@ -54,6 +56,19 @@ std::vector<std::vector<float>> all_gradients(const std::vector<NamedTensor>& te
     ranks.push_back(worker_gradients(tensors, rank, 1));
   }
   return ranks;
+}
+
+// What two levels are about. fp32 has two levels, too.
+void print_nodes(const std::vector<CollectiveRow>& rows) {
+  if (rows.front().result.nodes == 0) return;
+  ConsoleTable table("lrrrrrr", {"codec", "left/node", "fp32", "one level", "time", "one level", "time/one level"});
+  for (const auto& [codec, result] : rows)
+    table.row({codec, human_bytes(static_cast<double>(result.node_bytes)),
+               human_bytes(static_cast<double>(result.node_bytes_fp32)),
+               human_bytes(static_cast<double>(result.node_bytes_one_level)), human_seconds(result.time_s),
+               human_seconds(result.one_level_time_s), fmt::format("{:.2f}", result.time_over_one_level)});
+  print(fmt::format("\n{} node{}; left/node: bytes that leave a node in a step\n\n{}", rows.front().result.nodes,
+                    rows.front().result.nodes == 1 ? "" : "s", table.str()));
 }
 
 void print_rows(const CollectiveOptions& options, const std::string& engine, int world, uint64_t elements,
@@ -76,6 +91,13 @@ void print_rows(const CollectiveOptions& options, const std::string& engine, int
                                     {"steps", options.steps},
                                     {"threads", options.threads},
                                     {"tensors", options.list.empty() ? 1 : 161}};
+      if (result.nodes > 0)
+        row.update({{"nodes", result.nodes},
+                    {"node_bytes", result.node_bytes},
+                    {"node_bytes_fp32", result.node_bytes_fp32},
+                    {"node_bytes_one_level", result.node_bytes_one_level},
+                    {"one_level_time_s", result.one_level_time_s},
+                    {"time_over_one_level", result.time_over_one_level}});
       print(row.dump() + "\n");
     }
     return;
@@ -92,6 +114,7 @@ void print_rows(const CollectiveOptions& options, const std::string& engine, int
                human_fraction(result.error), human_seconds(result.time_s), human_seconds(result.fp32_time_s),
                fmt::format("{:.2f}", result.time_over_fp32), result.identical ? "yes" : "NO"});
   print(table.str());
+  print_nodes(rows);
   print(
       "\nratio: fp32 bytes / bytes sent. error: squared relative error of the first step's mean, ||m - m'||^2 / "
       "||m||^2.\n");
@@ -155,6 +178,21 @@ void bench_mpi(const CollectiveOptions& options) {
   }
 }
 
+void add_nodes(CLI::App& command, std::string& value) {
+  const auto check = [](const std::string& text) -> std::string {
+    const bool number = !text.empty() && text.size() < 6 && text.find_first_not_of("0123456789") == std::string::npos;
+    return number || text == "auto" ? "" : fmt::format("'{}' is not allowed; expected auto or a number", text);
+  };
+  command
+      .add_option(
+          "--nodes", value,
+          "Two levels: so many nodes of consecutive ranks, or auto, by machine; 0: one level. fp32 then has two "
+          "levels, and the codec on one level takes turns with them")
+      ->check(check)
+      ->type_name("N|auto")
+      ->capture_default_str();
+}
+
 }  // namespace
 
 void add_bench_collective(CLI::App& bench, Action& action) {
@@ -166,6 +204,7 @@ void add_bench_collective(CLI::App& bench, Action& action) {
   CLI::Option* world = add_whole(*command, "--world", options->world, 1, 1024, "Number of ranks, for loopback");
   add_whole(*command, "--elements", options->elements, 1, kMostElements, "Number of elements of the tensor");
   add_choice(*command, "--list", options->list, {"resnet50"}, "Reduce the tensors of this model instead of one tensor");
+  add_nodes(*command, options->nodes);
   add_choice(*command, "--method", options->method, {"gather", "scatter"}, "How the codec's all-reduce is done");
   command
       ->add_option("--down", options->down,
@@ -178,7 +217,8 @@ void add_bench_collective(CLI::App& bench, Action& action) {
   command->footer(
       "Examples:\n"
       "  gradwire bench collective --codec qsgd:bits=4 --world 4 --elements 16777216\n"
-      "  mpirun -n 4 gradwire bench collective --engine mpi --codec qsgd:bits=4 --list resnet50");
+      "  mpirun -n 4 gradwire bench collective --engine mpi --codec qsgd:bits=4 --list resnet50\n"
+      "  gradwire bench collective --codec qsgd:bits=4 --world 8 --nodes 2");
   command->callback([&action, options, world] {
     options->world_chosen = world->count() > 0;
     for (const std::string& codec : options->codecs) Rules::parse(codec);  // refused before anything is set up

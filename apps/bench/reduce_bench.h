@@ -3,7 +3,8 @@
 // rank of an engine. `bench collective` and `demo` print the result.
 //
 // fp32 is always reduced by `scatter`, whatever the collective of the codec is: it moves the bytes of a plain ring
-// all-reduce, which is what a user would have without compression.
+// all-reduce, which is what a user would have without compression. On two levels fp32 has two levels as well, and a
+// third reducer takes turns, which has the codec on one level.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +29,10 @@ struct ReduceBenchResult {
   double time_over_fp32 = 0;  // median over steps of time / fp32 time
   uint64_t bytes_sent = 0;    // by one rank to others in one step, mean over ranks
   uint64_t bytes_sent_fp32 = 0;
+  // On two levels: what leaves a node in one step, mean over nodes, and the same of the codec on one level.
+  uint64_t node_bytes = 0, node_bytes_fp32 = 0, node_bytes_one_level = 0;
+  double one_level_time_s = 0, time_over_one_level = 0;
+  int nodes = 0;          // 0: one level
   double error = 0;       // of the first step's result, when no residual exists yet
   bool identical = true;  // all ranks held the same bits after every step
 

@@ -18,6 +18,11 @@
 // Shards are functions of (tensor name, element index, number of ranks): how tensors are grouped into calls changes
 // nothing.
 //
+// Ranks of one node mostly have a fast link to each other, and share a slow one to other nodes. ReduceOptions::nodes
+// makes a reduction of two levels: every tensor is cut into pieces, one for each place in a node. Within a node the
+// tensors are reduced plainly, piece p to the rank with place p. The ranks with the same place in all nodes then reduce
+// their piece as above, compressed, with nodes for ranks. Within a node the results are gathered plainly.
+//
 // Threads: every rank calls from one thread. A Reducer belongs to the thread that made it; its steps run on a thread of
 // their own, which all reducers on one engine share.
 #pragma once
@@ -76,6 +81,11 @@ struct ReduceOptions {
   Commit commit = Commit::if_finite;
   // The length of the run, for codecs that plan with it (dqsgd); 0: not known.
   uint64_t steps = 0;
+  // 0: one level. Above 0: two levels, and so many nodes of equally many consecutive ranks. kAutoNodes: two levels, and
+  // ranks that share a machine share a node (MPI_Comm_split_type over MPI; loopback is one node). Nodes of different
+  // sizes are refused. With one rank in each node there is one level; with one node nothing is compressed.
+  static constexpr int kAutoNodes = -1;
+  int nodes = 0;
   // Several reducers may carry a model, some tensors each. If all of them are given all of its tensors here, they learn
   // as one: Reducer::learn_together(). Commit::manual only, since the step is decided for all of them.
   std::vector<NamedTensor> model = {};
@@ -97,8 +107,10 @@ struct ReduceTimes {
 // Bytes held, on the host and on the device together.
 struct ReduceMemory {
   uint64_t residuals = 0;  // both copies
-  uint64_t messages = 0;   // sent and received, and the buffers between host and GPU
-  uint64_t sums = 0;       // f32 sums that do not fit in the outputs
+  // Sent and received, and the buffers between host and GPU. On two levels also what ranks of a node send each other,
+  // about twice the tensors.
+  uint64_t messages = 0;
+  uint64_t sums = 0;  // f32 sums that do not fit in the outputs
 };
 
 // All-reduce of a fixed list of tensors, step after step. Construction is collective: ranks compare (names, counts,
@@ -141,9 +153,14 @@ class Reducer {
   void set_rate(double rate);  // the learning rate of the steps to come, for codecs that follow it
   std::vector<Codec> codecs(Direction direction) const;  // of the last step, per tensor, with what they had learned
 
-  // To restore a saved state, assign it to this; it must have been loaded for the device of the options.
+  // To restore a saved state, assign it to this; it must have been loaded for the device of the options, and be of the
+  // same ranks and nodes, or have been made for them by redistribute().
   ErrorFeedback& feedback();
+  // Which of the states that redistribute() makes belongs to this rank: they stand node after node. It is the rank,
+  // unless kAutoNodes has found nodes whose ranks are not consecutive.
+  int position() const;
   uint64_t message_bytes() const;  // that this rank sends to others in the last step, or the first; without statistics
+  uint64_t node_bytes() const;     // of these, those that leave the node. On one level every rank is a node
   ReduceTimes times() const;       // of all steps so far; waits, as memory() does, until the steps started have run
   ReduceMemory memory() const;
 

@@ -53,6 +53,8 @@ class Engine {
   virtual int size() const = 0;
   // Operations may run only on the thread that made this engine, and bytes may move only inside its calls.
   virtual bool stays_on_its_thread() const { return false; }
+  // Ranks with the same number share a node, that is a machine; -1: this engine does not know.
+  virtual int node() const { return -1; }
 
   // send[p] goes to rank p; recv[p] comes from rank p (this rank's own included). Sizes may differ, also be zero.
   virtual Handle all_to_all(std::span<const ConstBytes> send, std::span<const Bytes> recv) = 0;

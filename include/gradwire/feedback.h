@@ -68,8 +68,11 @@ class ErrorFeedback {
                             const Device& device = {});  // a truncated or altered file is refused
 
   // The states of all ranks, redistributed to another number of ranks. What is kept is, in units of the mean,
-  // (1/W) * (sum of the workers' residuals) + (sum of the owners' residuals), within f32 rounding.
-  static std::vector<ErrorFeedback> redistribute(std::span<const ErrorFeedback> ranks, int new_world);
+  // (1/W) * (sum of the workers' residuals) + (sum of the owners' residuals), within f32 rounding. On two levels
+  // (ReduceOptions::nodes) the nodes are the workers. The states know their own nodes; `new_nodes` says how many nodes
+  // the new ranks have, node after node, and 0 means one level.
+  static std::vector<ErrorFeedback> redistribute(std::span<const ErrorFeedback> ranks, int new_world,
+                                                 int new_nodes = 0);
 
   // Extra state that must survive with the residuals, by name: what codecs have learned. Each has a multiple of 8
   // bytes. redistribute() keeps that of rank 0, since it is the same on all ranks.

@@ -127,7 +127,7 @@ class Reference:
         return [v * min(1.0, clip / (norm + 1e-6)) for v in values]
 
 
-def twin(rank: Rank, kind: str, clip: float, steps: int) -> Any:
+def twin(rank: Rank, kind: str, clip: float, steps: int, options: dict[str, Any] | None = None) -> Any:
     """The real thing and the reference on gradients that do not depend on the weights: rounding differences then stay
     what they are, and do not grow with the training."""
     generator = np.random.default_rng(5)
@@ -155,7 +155,7 @@ def twin(rank: Rank, kind: str, clip: float, steps: int) -> Any:
             for which, lr, betas, eps, decay in parts
         ]
     )
-    hook = gw.compress(ddp, optimizer=optimizer, warmup=0, **EXACT)
+    hook = gw.compress(ddp, optimizer=optimizer, warmup=0, **EXACT, **(options or {}))
     hook._momentum.pool_dtype = torch.float32  # the reference does not round
     references = [Reference(rank.world, *betas, eps) for _, _, betas, eps, _ in parts]
     for reference, (which, *_) in zip(references, parts):
@@ -443,12 +443,12 @@ def test_bfloat16_parameters(ranks: Ranks) -> None:
         assert sum(losses[-5:]) < sum(losses[:5]) - 1
 
 
-def unused(rank: Rank, to_none: bool) -> Any:
+def unused(rank: Rank, to_none: bool, options: dict[str, Any] | None = None) -> Any:
     """Parameters that no rank has used in a step: without a gradient they stay as they are, and with a gradient of zero
     their momentum decays, as with torch's Adam."""
     ddp = DDP(Branches(), process_group=rank.group, find_unused_parameters=True)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-2, weight_decay=0.01)
-    gw.compress(ddp, "topk:ratio=0.1", optimizer=optimizer, warmup=0)
+    gw.compress(ddp, "topk:ratio=0.1", optimizer=optimizer, warmup=0, **(options or {}))
     moved = []
     for step in range(8):
         ddp.module.use_b = step not in (2, 3, 5) or (step == 3 and rank.rank == 0)

@@ -47,16 +47,17 @@ class Valleys(nn.Module):
         return (ends - self.best).square().mean((1, 2)).tolist()  # type: ignore[no-any-return]
 
 
-def learn(rank: Rank, named: bool) -> Any:
+def learn(rank: Rank, named: bool, options: dict[str, Any] | None = None, steps: int = STEPS) -> Any:
     model = Valleys(rank.rank)
     ddp = DDP(model, process_group=rank.group)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     rules = ";".join(f"weights.{name}*={codec}" for name, codec in CODECS.items()) + ";*=fp32"
-    hook = gw.compress(ddp, rules, **(dict(optimizer=optimizer, steps=STEPS) if named else {}))
+    options = (options or {}) | (dict(optimizer=optimizer, steps=steps) if named else {})
+    hook = gw.compress(ddp, rules, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about the rival, which names no optimizer
-        for _ in range(STEPS):
+        for _ in range(steps):
             optimizer.zero_grad()
             ddp().backward()
             optimizer.step()

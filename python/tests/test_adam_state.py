@@ -20,14 +20,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradwire.torch as gw
 
 
-def run_all(rank: Rank, codec: str, steps: int) -> Any:
-    ddp, optimizer, hook = adam(rank, codec)
+def run_all(rank: Rank, codec: str, steps: int, options: dict[str, Any] | None = None) -> Any:
+    ddp, optimizer, hook = adam(rank, codec, **(options or {}))
     train(rank, ddp, optimizer, range(steps), 1.0)
     return everything(ddp, optimizer), own(hook, rank)
 
 
-def save_half(rank: Rank, codec: str, steps: int, folder: str, gather: str | None) -> None:
-    ddp, optimizer, hook = adam(rank, codec)
+def save_half(
+    rank: Rank, codec: str, steps: int, folder: str, gather: str | None, options: dict[str, Any] | None = None
+) -> None:
+    ddp, optimizer, hook = adam(rank, codec, **(options or {}))
     train(rank, ddp, optimizer, range(steps), 1.0)
     state = dict(
         model=ddp.module.state_dict(), optimizer=optimizer.state_dict(), gradwire=hook.state_dict(gather=gather)
@@ -36,8 +38,16 @@ def save_half(rank: Rank, codec: str, steps: int, folder: str, gather: str | Non
         torch.save(state, Path(folder) / f"rank{rank.rank}.pt")
 
 
-def resume(rank: Rank, codec: str, steps: range, folder: str, files: int, hook_first: bool) -> Any:
-    ddp, optimizer, hook = adam(rank, codec)
+def resume(
+    rank: Rank,
+    codec: str,
+    steps: range,
+    folder: str,
+    files: int,
+    hook_first: bool,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    ddp, optimizer, hook = adam(rank, codec, **(options or {}))
     states = [torch.load(Path(folder) / f"rank{r}.pt", weights_only=True) for r in range(files)]
     mine = states[rank.rank] if files > rank.rank else states[0]
     ddp.module.load_state_dict(mine["model"])

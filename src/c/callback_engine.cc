@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "c/callback_engine.h"
 
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
 #include "c/boundary.h"
 
 namespace gradwire::c_api {
@@ -20,15 +24,21 @@ ErrorKind kind_of(int code) {
   return ErrorKind::engine;
 }
 
-gw_communicator checked(const gw_communicator& communicator) {
-  if (communicator.struct_bytes < sizeof communicator)
-    refuse_usage("struct_bytes is " + std::to_string(communicator.struct_bytes) + "; set it to sizeof(gw_communicator)",
+gw_communicator checked(const gw_communicator& given) {
+  // Programs that were compiled with an older header end before the fields that came later.
+  if (given.struct_bytes < offsetof(gw_communicator, node))
+    refuse_usage("struct_bytes is " + std::to_string(given.struct_bytes) + "; set it to sizeof(gw_communicator)",
                  "struct_bytes");
+  gw_communicator communicator{};
+  std::memcpy(&communicator, &given, std::min(given.struct_bytes, sizeof communicator));
   if (communicator.size < 1 || communicator.rank < 0 || communicator.rank >= communicator.size)
     refuse_usage("rank is " + std::to_string(communicator.rank) + " of " + std::to_string(communicator.size) +
                      "; ranks count from 0 and there is at least one",
                  "rank");
-  if (communicator.size > 1) given(communicator.exchange, "exchange");
+  if (communicator.size > 1) c_api::given(communicator.exchange, "exchange");
+  if (communicator.node < 0)
+    refuse_usage("node is " + std::to_string(communicator.node) + "; allowed are 0 (not known) and numbers above",
+                 "node");
   return communicator;
 }
 

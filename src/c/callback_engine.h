@@ -20,6 +20,7 @@ class CallbackEngine final : public Engine {
   std::string name() const override { return "c"; }
   int rank() const override { return communicator_.rank; }
   int size() const override { return communicator_.size; }
+  int node() const override { return communicator_.node - 1; }  // 0 means that it is not known
   bool stays_on_its_thread() const override { return true; }
 
   Handle all_to_all(std::span<const ConstBytes> send, std::span<const Bytes> recv) override;

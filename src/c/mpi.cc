@@ -77,7 +77,8 @@ extern "C" int gw_reducer_open_mpi(int communicator, double timeout, const gw_pl
                  .context = engine.get(),
                  .exchange = exchange,
                  .abandon = abandon,
-                 .close = close};
+                 .close = close,
+                 .node = engine->node() + 1};
   });
   if (made != GW_OK) return made;
   const int opened = gw_reducer_open(&callbacks, plan, reducer);

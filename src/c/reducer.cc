@@ -40,6 +40,12 @@ Feedback feedback(std::string_view option, std::string_view text) {
   return choice<Feedback>(option, text, {{"codec", Feedback::codec}, {"on", Feedback::on}, {"off", Feedback::off}});
 }
 
+int number_of_nodes(std::string_view text) {
+  const int nodes = number<int>("nodes", text);
+  if (nodes < 0) refuse_usage("nodes is " + std::string(text) + "; allowed are auto, 0 and numbers above", "nodes");
+  return nodes;
+}
+
 // False: there is no such option.
 bool set_option(ReduceOptions& options, std::string_view option, std::string_view text) {
   using Method = ReduceOptions::Method;
@@ -64,6 +70,8 @@ bool set_option(ReduceOptions& options, std::string_view option, std::string_vie
     options.steps = number<uint64_t>(option, text);
   else if (option == "threads")
     options.device.threads = number<int>(option, text);
+  else if (option == "nodes")
+    options.nodes = text == "auto" ? ReduceOptions::kAutoNodes : number_of_nodes(text);
   else
     return false;
   return true;
@@ -144,10 +152,13 @@ int gw_reducer_get(gw_reducer* reducer, const char* figure, uint64_t* value) {
     given(reducer, "reducer");
     given(value, "value");
     const std::string_view name = given(figure, "figure");
-    if (name != "message_bytes" && name != "skipped")
-      refuse_usage("there is no figure '" + std::string(name) + "'; allowed are message_bytes, skipped", "figure");
+    if (name != "message_bytes" && name != "node_bytes" && name != "skipped")
+      refuse_usage("there is no figure '" + std::string(name) + "'; allowed are message_bytes, node_bytes, skipped",
+                   "figure");
     if (!reducer->reducer) refuse_usage(std::string(name) + " is known after the first step only", "figure");
-    *value = name == "skipped" ? reducer->reducer->skipped() : reducer->reducer->message_bytes();
+    *value = name == "skipped"      ? reducer->reducer->skipped()
+             : name == "node_bytes" ? reducer->reducer->node_bytes()
+                                    : reducer->reducer->message_bytes();
   });
 }
 

@@ -16,7 +16,8 @@ std::vector<Pointer> located(const Job& job, std::span<const Shard> shards, std:
   using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const std::byte, std::byte>;
   std::vector<Pointer> at;
   for (const Shard& shard : shards)
-    at.push_back(static_cast<Byte*>(tensors[shard.tensor]) + shard.first * bytes_of(job.tensors[shard.tensor].dtype));
+    at.push_back(static_cast<Byte*>(tensors[shard.tensor]) +
+                 (shard.first - job.firsts[shard.tensor]) * bytes_of(job.tensors[shard.tensor].dtype));
   return at;
 }
 
@@ -66,7 +67,7 @@ BucketCore::BucketCore(const Job& job, RankInfo self, const Device& device, Buck
       for (const Shard& shard : list) tensors.insert(shard.tensor);
       up_writers_.push_back(std::make_unique<MessageCoder>(job.specs(list, Direction::up, false), device));
     }
-    for (size_t tensor : tensors) whole_.push_back({tensor, 0, job.tensors[tensor].count, 0});
+    for (size_t tensor : tensors) whole_.push_back({tensor, job.firsts[tensor], job.tensors[tensor].count, 0});
     up_reader_ = std::make_unique<MessageCoder>(job.specs(up_mine_, Direction::up, true), device);
     sums_.emplace(memory_, job, up_mine_, plan_.sums);
   }

@@ -99,12 +99,13 @@ void check_ready(const std::exception_ptr& failure, size_t world, const auto& fa
 struct AgreeRecord {
   uint32_t magic;
   uint32_t failed;
+  int64_t node;
   uint64_t tensors;
   uint64_t tensors_hash;
   Word failure;
   std::array<Word, kCommonFields> fields;
 };
-static_assert(sizeof(AgreeRecord) == 24 + 128 * (1 + kCommonFields));
+static_assert(sizeof(AgreeRecord) == 32 + 128 * (1 + kCommonFields));
 
 struct StepRecord {
   uint64_t agreed;
@@ -130,16 +131,17 @@ uint64_t Handshake::hash() const {
   return hash;
 }
 
-void agree(Engine& engine, const Handshake& handshake, std::exception_ptr failure) {
+std::vector<int> agree(Engine& engine, const Handshake& handshake, std::exception_ptr failure) {
   const auto world = static_cast<size_t>(engine.size());
   if (world == 1) {
     if (failure) std::rethrow_exception(failure);
-    return;
+    return {handshake.node};
   }
   GW_CHECK(failure || handshake.common.size() <= kCommonFields);
   AgreeRecord mine{};
   mine.magic = kRecordMagic;
   mine.failed = failure != nullptr;
+  mine.node = handshake.node;
   mine.failure = word(message_of(failure));
   if (!failure) {
     mine.tensors = handshake.tensors.size();
@@ -160,8 +162,12 @@ void agree(Engine& engine, const Handshake& handshake, std::exception_ptr failur
   check_same("tensors", " (how many)", world, [&](size_t p) { return word(std::to_string(all[p].tensors)); });
 
   bool same = true;
-  for (size_t p = 0; p < world; ++p) same &= all[p].tensors_hash == all[0].tensors_hash;
-  if (same) return;
+  std::vector<int> nodes;
+  for (size_t p = 0; p < world; ++p) {
+    same &= all[p].tensors_hash == all[0].tensors_hash;
+    nodes.push_back(static_cast<int>(all[p].node));
+  }
+  if (same) return nodes;
   std::vector<Word> rows;
   for (const auto& tensor : handshake.tensors)
     for (const HandshakeField& field : tensor) rows.push_back(word(field.text));

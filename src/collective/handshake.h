@@ -27,13 +27,15 @@ struct HandshakeField {
 struct Handshake {
   std::vector<HandshakeField> common;  // the same fields in the same order on every rank: at most kCommonFields
   std::vector<std::vector<HandshakeField>> tensors;  // the same kTensorFields fields for each tensor
+  int node = -1;                                     // where this rank runs; ranks need not have the same
   uint64_t hash() const;
 };
 inline constexpr size_t kCommonFields = 10;
 inline constexpr size_t kTensorFields = 4;
 
-// Throws `failure` if this rank has one, Error{mismatch} on every rank if another has, or if ranks disagree.
-void agree(Engine& engine, const Handshake& handshake, std::exception_ptr failure);
+// Throws `failure` if this rank has one, Error{mismatch} on every rank if another has, or if ranks disagree. Returns
+// the nodes of all ranks.
+std::vector<int> agree(Engine& engine, const Handshake& handshake, std::exception_ptr failure);
 
 // The same before each step, with less to send: `agreed` is the hash of what was agreed before.
 void agree_step(Engine& engine, uint64_t agreed, uint64_t step, float loss_scale, std::exception_ptr failure);

@@ -29,11 +29,20 @@ std::string text_of(const Device& device) {
 
 }  // namespace
 
-Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOptions& given)
-    : collective(std::move(name)), tensors(list.begin(), list.end()), options(given), memory(memory_of(given.device)) {
+Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOptions& given, JobPlace place)
+    : collective(std::move(name)),
+      tensors(list.begin(), list.end()),
+      firsts(list.size()),
+      options(given),
+      memory(memory_of(given.device)),
+      given_(tensors),
+      place_(place) {
   if (options.device.kind == Device::Kind::cuda && cuda_devices() == 0)
     throw Error(ErrorKind::unsupported, "no GPU can be used: " + cuda_description(), "device");
   // Options that would have no effect are refused: whoever set them expects one.
+  if (options.nodes != 0)
+    throw Error(ErrorKind::usage,
+                fmt::format("nodes is {}; only a Reducer and all_reduce() work on two levels", options.nodes), "nodes");
   if (collective == "gather" && !options.down.empty())
     throw Error(ErrorKind::usage,
                 fmt::format("down is '{}'; the method gather sends nothing down, so only scatter has a down codec",
@@ -71,6 +80,12 @@ Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOption
     up_feedback.push_back(wants_residual(up[i], options.feedback));
     down_feedback.push_back(wants_residual(down[i], options.owner_feedback));
   }
+  for (size_t i = 0; place_.places > 1 && i < tensors.size(); ++i) {
+    const TensorPiece piece = piece_of(tensors[i].name, tensors[i].count, place_.place, place_.places);
+    tensors[i].count = piece.count;
+    tensors[i].dtype = DType::f32;
+    firsts[i] = piece.first;
+  }
 }
 
 Handshake Job::handshake() const {
@@ -94,7 +109,7 @@ Handshake Job::handshake() const {
 }
 
 uint64_t Job::elements_with(const std::string& spec, Direction direction) const {
-  const std::vector<NamedTensor>& all = options.model.empty() ? tensors : options.model;
+  const std::vector<NamedTensor>& all = options.model.empty() ? given_ : options.model;
   const std::vector<Codec> codecs = codecs_for(options, direction, all);
   uint64_t elements = 0;
   for (size_t i = 0; i < all.size(); ++i)
@@ -105,7 +120,15 @@ uint64_t Job::elements_with(const std::string& spec, Direction direction) const 
 std::vector<Shard> Job::whole(int owner) const {
   std::vector<Shard> all;
   for (size_t i = 0; i < tensors.size(); ++i)
-    if (tensors[i].count > 0) all.push_back({i, 0, tensors[i].count, owner});
+    if (tensors[i].count > 0) all.push_back({i, firsts[i], tensors[i].count, owner});
+  return all;
+}
+
+std::vector<Shard> Job::owned(int world) const {
+  std::vector<Shard> all;
+  for (size_t i = 0; i < tensors.size(); ++i)
+    for (const OwnedRun& run : owners(tensors[i].name, tensors[i].count, world, place_.places))
+      all.push_back({i, firsts[i] + run.first, run.count, run.owner});
   return all;
 }
 

@@ -32,10 +32,10 @@ Shard part_of(const Shard& shard, uint64_t part, uint64_t parts) {
 
 }  // namespace
 
-ModelCore::ModelCore(std::vector<NamedTensor> tensors, const CoderOptions& o)
+ModelCore::ModelCore(std::vector<NamedTensor> tensors, const CoderOptions& o, JobPlace place)
     : options(o),
       scatter(o.kind != Kind::all_reduce || o.reduce.method == ReduceOptions::Method::scatter),
-      job(name_of(o.kind, scatter), tensors, o.reduce),
+      job(name_of(o.kind, scatter), tensors, o.reduce, place),
       feedback(o.reduce.residual, o.reduce.device),
       up_learning(job, Direction::up, o.world),
       down_learning(job, Direction::down, o.world),
@@ -58,7 +58,7 @@ ModelCore::ModelCore(std::vector<NamedTensor> tensors, const CoderOptions& o)
 }
 
 std::vector<Shard> ModelCore::all_shards() const {
-  if (options.kind == Kind::all_reduce) return shards(job.tensors, options.world);
+  if (options.kind == Kind::all_reduce) return job.owned(options.world);
   std::vector<Shard> all = job.whole();
   for (Shard& shard : all) shard.owner = static_cast<int>(shard.tensor % static_cast<size_t>(options.world));
   return all;

@@ -16,7 +16,7 @@
 namespace gradwire {
 
 struct ModelCore {
-  ModelCore(std::vector<NamedTensor> tensors, const CoderOptions& options);
+  ModelCore(std::vector<NamedTensor> tensors, const CoderOptions& options, JobPlace place = {});
 
   bool has_up() const { return options.kind != CoderOptions::Kind::all_gather; }
   bool has_down() const {
@@ -31,7 +31,7 @@ struct ModelCore {
   // The course of a step: begin, then end, commit, leave_open or abandon.
   void begin(uint64_t step, const StepOptions& how);
   StepContext context(std::span<const uint8_t> idle = {}) {
-    return {*step, &feedback, how.loss_scale, options.reduce.decay, idle};
+    return {*step, &feedback, how.loss_scale * input_scale, options.reduce.decay, idle};
   }
   void choose(Direction direction);         // the codecs of the step; epochs tells whether they have changed
   Learning* learning(Direction direction);  // null where this step teaches nothing
@@ -64,6 +64,7 @@ struct ModelCore {
   std::optional<uint64_t> taught;     // one that has ended, and whose statistics are not yet learned from
   std::optional<uint64_t> undecided;  // one that was left open
   StepOptions how;
+  float input_scale = 1;  // the inputs are so many times a gradient: the sum of a node's ranks may be sent as one
 
  private:
   using Extras = std::map<std::string, std::vector<std::byte>>;

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The all-reduce over an engine: the coding core (ModelCore, and one bucket of all tensors), an engine that moves the
 // messages, and a CommandQueue that runs the steps in order. A step that fails is rolled back here, so that it changes
-// no residual.
+// no residual. On two levels the core sees nodes in place of ranks, and this rank's pieces in place of the tensors;
+// what the ranks of a node do with each other comes before and after it.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -11,6 +13,7 @@
 #include "collective/bucket_transfer.h"
 #include "collective/command_queue.h"
 #include "collective/model_core.h"
+#include "collective/two_levels.h"
 #include "core/bits.h"
 #include "gradwire/error.h"
 
@@ -51,16 +54,31 @@ void check_floats(const Job& job, const std::optional<std::vector<size_t>>& size
 struct Reducer::State {
   State(Engine& e, const Device& device) : engine(e), queue(CommandQueue::of(e)), timer(device) {}
 
-  void build(std::vector<NamedTensor> tensors, const ReduceOptions& options) {
-    model.emplace(std::move(tensors), CoderOptions{.reduce = options, .rank = engine.rank(), .world = engine.size()});
+  void build(std::vector<NamedTensor> tensors, ReduceOptions options, std::optional<NodeLayout> layout = {}) {
+    options.nodes = 0;
+    if (layout && layout->per_node() > 1) levels.emplace(engine, std::move(*layout), *whole, timer);
+    Engine& peers = levels ? levels->between : engine;
+    model.emplace(std::move(tensors), CoderOptions{.reduce = options, .rank = peers.rank(), .world = peers.size()},
+                  levels ? levels->place() : JobPlace{});
+    if (levels) {
+      if (options.op == ReduceOptions::Op::sum) model->input_scale = static_cast<float>(levels->layout.per_node());
+      set_nodes(model->feedback, levels->state_nodes());
+      model->save_learned();
+    }
     std::vector<size_t> all(model->job.tensors.size());
     std::iota(all.begin(), all.end(), size_t{0});
-    bucket.emplace(engine, model->job, model->bucket(all), timer);
+    bucket.emplace(peers, model->job, model->bucket(all), timer);
     manual = options.commit == ReduceOptions::Commit::manual;
     for (const Learning* one : model->learnings)
       if (together() && one->ahead())
         throw Error(ErrorKind::usage,
                     "a codec looks at a step before it is sent, which takes the whole model in one reducer", "model");
+  }
+
+  // What ranks compare before they know their nodes.
+  void join(const std::vector<NamedTensor>& tensors, ReduceOptions options) {
+    options.nodes = 0;
+    whole.emplace(options.method == ReduceOptions::Method::scatter ? "scatter" : "gather", tensors, options);
   }
 
   Handle submit(Request request) {
@@ -72,12 +90,15 @@ struct Reducer::State {
       take_part(
           engine,
           [&] {
-            model->job.check_pointers(request.in, "in");
-            model->job.check_pointers({request.out.data(), request.out.size()}, "out");
-            check_floats(model->job, request.in_sizes, "in");
-            check_floats(model->job, request.out_sizes, "out");
+            const Job& job = levels ? *whole : model->job;
+            job.check_pointers(request.in, "in");
+            job.check_pointers({request.out.data(), request.out.size()}, "out");
+            check_floats(job, request.in_sizes, "in");
+            check_floats(job, request.out_sizes, "out");
+            check_state();
             const auto timing = timer.encode();
-            model->begin(request.step, {.loss_scale = request.loss_scale, .rate = request.rate});
+            model->begin(request.step,
+                         {.loss_scale = request.loss_scale, .rate = request.rate, .exact = levels && levels->plain()});
             bucket->follow(model->epochs);
             bucket->begin(model->context());
           },
@@ -86,6 +107,7 @@ struct Reducer::State {
             agree_step(engine, agreed_now(), request.step, request.loss_scale, failure);
           },
           [&] {
+            if (levels) return run_levels(request);
             move(request);
             finish(request);
           });
@@ -93,6 +115,43 @@ struct Reducer::State {
       model->abandon();
       throw;
     }
+  }
+
+  // A state of other nodes has residuals of other pieces.
+  void check_state() const {
+    const StateNodes then = nodes_of(model->feedback.extras()), now = levels ? levels->state_nodes() : StateNodes{};
+    if (then == now) return;
+    const bool moved = then.nodes == now.nodes && then.per_node == now.per_node;
+    throw Error(
+        ErrorKind::usage,
+        moved ? fmt::format("the state is of position {}, and this rank has position {}", then.position, now.position)
+              : fmt::format("the state is of {}, and this reducer has {}; ErrorFeedback::redistribute() makes "
+                            "states for other nodes",
+                            then.str(), now.str()),
+        "nodes");
+  }
+
+  void run_levels(const Request& request) {
+    ModelCore& m = *model;
+    NodeExchange& exchange = levels->exchange;
+    exchange.scatter(request.in);
+    Request pieces{.step = request.step, .in_sizes = {}, .out_sizes = {}};
+    pieces.in.assign(exchange.pieces().begin(), exchange.pieces().end());
+    pieces.out = exchange.pieces();
+    move(pieces);
+    // A rank sees its own pieces only, and all ranks must decide alike.
+    if (exchange.gather(request.out, !manual && keeps_state())) return take(request.step);
+    m.finite.fail();
+    m.abandon();
+  }
+
+  // The same on all ranks, though some may have no piece of any tensor with a residual.
+  bool keeps_state() const {
+    const auto any = [](const std::vector<bool>& flags) {
+      return std::find(flags.begin(), flags.end(), true) != flags.end();
+    };
+    const Job& job = model->job;
+    return !model->stateless() || any(job.up_feedback) || (model->has_down() && any(job.down_feedback));
   }
 
   void move(const Request& request) {
@@ -121,18 +180,20 @@ struct Reducer::State {
   // residuals change.
   void finish(const Request& request) {
     ModelCore& m = *model;
-    if (manual) {
-      if (!together()) learn(m.learnings, request.step, false);
-      return m.leave_open();
-    }
-    if (!m.stateless()) {
+    if (!manual && !m.stateless()) {
       const auto timing = timer.decode();
       const BucketCore& core = bucket->core();
       m.finite.check(m.job.device(),
                      m.has_down() ? core.down_results(request.out) : core.up_results(up_outputs(request)));
       if (m.finite.bad()) return m.abandon();
     }
-    learn(m.learnings, request.step, false);
+    take(request.step);
+  }
+
+  void take(uint64_t step) {
+    ModelCore& m = *model;
+    if (!m.how.exact && !(manual && together())) learn(m.learnings, step, false);
+    if (manual) return m.leave_open();
     m.commit();
   }
 
@@ -146,14 +207,18 @@ struct Reducer::State {
   void learn(const Learnings& learnings, uint64_t step, bool ahead) {
     const size_t bytes = stats_bytes(learnings, step, ahead);
     if (bytes == 0) return;
-    const auto world = static_cast<size_t>(engine.size()), me = static_cast<size_t>(engine.rank());
-    std::vector<std::byte> all(bytes * world);
-    std::vector<Bytes> ranks;
-    for (size_t p = 0; p < world; ++p) ranks.push_back(std::span(all).subspan(p * bytes, bytes));
-    take_stats(learnings, step, ahead, ranks[me]);
+    const auto world = static_cast<size_t>(engine.size());
+    std::vector<std::byte> mine(bytes), all(bytes * world);
+    take_stats(learnings, step, ahead, mine);
     {
       const auto timing = timer.wait();
-      engine.all_gather(ranks[me], ranks).wait();
+      if (levels) {
+        levels->all_gather(mine, all);
+      } else {
+        std::vector<Bytes> ranks;
+        for (size_t p = 0; p < world; ++p) ranks.push_back(std::span(all).subspan(p * bytes, bytes));
+        engine.all_gather(mine, ranks).wait();
+      }
     }
     const auto timing = timer.encode();
     gradwire::learn(learnings, step, ahead, all, engine.size());
@@ -183,6 +248,8 @@ struct Reducer::State {
   Engine& engine;
   std::shared_ptr<CommandQueue> queue;
   ReduceTimer timer;
+  std::optional<Job> whole;         // on two levels: of the caller's tensors
+  std::optional<TwoLevels> levels;  // where there are two
   std::optional<ModelCore> model;
   std::optional<BucketTransfer> bucket;
   bool manual = false;
@@ -193,16 +260,33 @@ struct Reducer::State {
 Reducer::Reducer(Engine& engine, std::vector<NamedTensor> tensors, const ReduceOptions& options)
     : state_(std::make_unique<State>(engine, options.device)) {
   State& state = *state_;
-  std::exception_ptr failure;
+  const auto failure_of = [](const std::function<void()>& body) -> std::exception_ptr {
+    try {
+      body();
+    } catch (...) {
+      return std::current_exception();
+    }
+    return nullptr;
+  };
   Handshake handshake;
-  try {
-    state.build(std::move(tensors), options);
-    handshake = state.model->job.handshake();
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  state.queue->submit([&] { agree(engine, handshake, failure); })->wait();
+  const std::exception_ptr failure = failure_of([&] {
+    const std::string nodes = checked_nodes_option(options.nodes, engine);
+    if (options.nodes == 0)
+      state.build(tensors, options);
+    else
+      state.join(tensors, options);
+    handshake = (options.nodes == 0 ? state.model->job : *state.whole).handshake();
+    handshake.common.push_back({"nodes", nodes});
+    handshake.node = engine.node();
+  });
+  std::vector<int> found;
+  state.queue->submit([&] { found = agree(engine, handshake, failure); })->wait();
   state.agreed = handshake.hash();
+  if (options.nodes == 0) return;
+  // All ranks know the same of their nodes, so what is refused here is refused on all.
+  NodeLayout layout(options.nodes, engine.rank(), found);
+  const std::exception_ptr late = failure_of([&] { state.build(tensors, options, std::move(layout)); });
+  state.queue->submit([&] { agree(engine, {}, late); })->wait();
 }
 
 Reducer::~Reducer() { state_->queue->finish(); }
@@ -248,6 +332,7 @@ void Reducer::learn_together(std::span<Reducer* const> reducers, uint64_t step) 
     for (Learning* one : reducer->state_->model->learnings) all.push_back(one);
   }
   State& first = *reducers.front()->state_;
+  if (first.levels && first.levels->plain()) return;
   first.queue
       ->submit([&] {
         first.learn(all, step, false);
@@ -282,8 +367,16 @@ std::vector<Codec> Reducer::codecs(Direction direction) const {
 
 ErrorFeedback& Reducer::feedback() { return state_->model->feedback; }
 
+int Reducer::position() const { return state_->levels ? state_->levels->layout.position() : state_->engine.rank(); }
+
 uint64_t Reducer::message_bytes() const {
-  return state_->bucket->bytes_sent() + agree_step_bytes(state_->engine.size());
+  return state_->bucket->bytes_sent() + agree_step_bytes(state_->engine.size()) +
+         (state_->levels ? state_->levels->exchange.bytes_sent() : 0);
+}
+
+uint64_t Reducer::node_bytes() const {
+  if (!state_->levels) return message_bytes();
+  return state_->bucket->bytes_sent() + agree_step_bytes(state_->levels->others() + 1);
 }
 
 ReduceTimes Reducer::times() const {
@@ -293,9 +386,10 @@ ReduceTimes Reducer::times() const {
 
 ReduceMemory Reducer::memory() const {
   state_->queue->finish();
+  const NodeExchange* inside = state_->levels ? &state_->levels->exchange : nullptr;
   return {.residuals = state_->model->feedback.bytes(),
-          .messages = state_->bucket->message_memory(),
-          .sums = state_->bucket->core().sum_memory()};
+          .messages = state_->bucket->message_memory() + (inside ? inside->memory() : 0),
+          .sums = state_->bucket->core().sum_memory() + (inside ? inside->sum_memory() : 0)};
 }
 
 }  // namespace gradwire

@@ -46,6 +46,11 @@ void FiniteCheck::check(const Device& device, std::span<const ResultSpan> result
     if (!words_[0] && !finite(span)) words_[0] = 1;
 }
 
+void FiniteCheck::fail() {
+  const uint32_t bad = 1;
+  memory_->from_host(words_, &bad, sizeof bad);
+}
+
 void FiniteCheck::copy_if_bad(const Device& device, std::span<const CopySpan> spans) {
   if (on_gpu(device)) return cuda_copy_if_bad(device.index, device.stream, spans, words_);
   if (!words_[0]) return;

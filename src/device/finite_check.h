@@ -35,6 +35,7 @@ class FiniteCheck {
   // `device` names the stream; it must be the device of construction. On a GPU the calls only enqueue, and every f32
   // NaN among the results becomes the NaN that a CPU would have produced.
   void check(const Device& device, std::span<const ResultSpan> results);
+  void fail();  // a result that lies elsewhere is not finite; on a GPU it waits
   void copy_if_bad(const Device& device, std::span<const CopySpan> spans);  // to = from if the step is skipped
   void end_step(const Device& device);                                      // counts the step and clears the flag
 

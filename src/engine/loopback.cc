@@ -270,6 +270,7 @@ class LoopbackEngine : public Engine {
   std::string name() const override { return "loopback"; }
   int rank() const override { return rank_; }
   int size() const override { return hub_->world(); }
+  int node() const override { return 0; }  // ranks are threads of one process
 
   Handle all_to_all(std::span<const ConstBytes> send, std::span<const Bytes> recv) override {
     return start(all_to_all_call(size(), send, recv));

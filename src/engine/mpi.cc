@@ -28,12 +28,13 @@ struct MpiHandle : Handle::State {
 
 class MpiEngine : public Engine {
  public:
-  MpiEngine(std::shared_ptr<MpiCore> core, std::shared_ptr<Traffic> parent)
-      : core_(std::move(core)), traffic_(std::make_shared<Traffic>(std::move(parent))) {}
+  MpiEngine(std::shared_ptr<MpiCore> core, int node, std::shared_ptr<Traffic> parent)
+      : core_(std::move(core)), node_(node), traffic_(std::make_shared<Traffic>(std::move(parent))) {}
 
   std::string name() const override { return "mpi"; }
   int rank() const override { return core_->rank(); }
   int size() const override { return core_->world(); }
+  int node() const override { return node_; }
   bool stays_on_its_thread() const override { return core_->progress() == MpiCore::Progress::callers_thread; }
 
   Handle all_to_all(std::span<const ConstBytes> send, std::span<const Bytes> recv) override {
@@ -60,6 +61,7 @@ class MpiEngine : public Engine {
   }
 
   const std::shared_ptr<MpiCore> core_;
+  const int node_;
   const std::shared_ptr<Traffic> traffic_;
 };
 
@@ -85,7 +87,7 @@ std::unique_ptr<Engine> MpiEngine::split(int colour) {
   check_mpi(MPI_Comm_dup(payload, &control), "MPI_Comm_dup");
   const auto core = MpiCore::make(payload, control, group_of(colours, rank()), core_->timeout(), core_->progress());
   core_->adopt(core);
-  return std::make_unique<MpiEngine>(core, traffic_);
+  return std::make_unique<MpiEngine>(core, node_, traffic_);
 }
 
 // Where the engine may call MPI. Below MPI_THREAD_SERIALIZED the main thread alone may.
@@ -103,6 +105,19 @@ MpiCore::Progress allowed_progress() {
                 "engine");
   }
   return MpiCore::Progress::callers_thread;
+}
+
+// The lowest rank among those that share memory with this one.
+int node_of(MPI_Comm communicator) {
+  int node = 0;
+  MPI_Comm shared = MPI_COMM_NULL;
+  MPI_Comm_rank(communicator, &node);
+  check_mpi(MPI_Comm_split_type(communicator, MPI_COMM_TYPE_SHARED, node, MPI_INFO_NULL, &shared),
+            "MPI_Comm_split_type");
+  const int code = MPI_Bcast(&node, 1, MPI_INT, 0, shared);
+  MPI_Comm_free(&shared);
+  check_mpi(code, "MPI_Bcast");
+  return node;
 }
 
 }  // namespace
@@ -125,7 +140,8 @@ std::unique_ptr<Engine> make_mpi(MPI_Comm communicator) {
   MPI_Comm payload = MPI_COMM_NULL, control = MPI_COMM_NULL;
   check_mpi(MPI_Comm_dup(communicator, &payload), "MPI_Comm_dup");
   check_mpi(MPI_Comm_dup(payload, &control), "MPI_Comm_dup");
-  return std::make_unique<MpiEngine>(MpiCore::make(payload, control, {}, kDefaultTimeout, progress), nullptr);
+  const int node = node_of(payload);
+  return std::make_unique<MpiEngine>(MpiCore::make(payload, control, {}, kDefaultTimeout, progress), node, nullptr);
 }
 
 }  // namespace gradwire

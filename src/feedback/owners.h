@@ -17,7 +17,15 @@ struct OwnedRun {
   int owner;
 };
 
-// In the order of `first`; covers [0, count) exactly, and each owner has at most one run.
-std::vector<OwnedRun> owners(std::string_view name, uint64_t count, int world);
+// In the order of `first`; covers [0, count) exactly, and each owner has at most one run. `drawn`: where a tensor was
+// cut for so many places before, the rest of the draw decides here. Otherwise one rank would be first in both cuts.
+std::vector<OwnedRun> owners(std::string_view name, uint64_t count, int world, int drawn = 1);
+
+// On two levels each of `places` ranks of a node has a piece of every tensor, cut in this way, which may be empty. The
+// ranks with the same place in all nodes share the work on their piece.
+struct TensorPiece {
+  uint64_t first, count;
+};
+TensorPiece piece_of(std::string_view name, uint64_t count, int place, int places);
 
 }  // namespace gradwire

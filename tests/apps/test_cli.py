@@ -263,6 +263,8 @@ def test_a_wrong_codec_is_refused_by_field_value_and_what_is_allowed(folder, spe
     (["bench", "codec", "--elements", "0"], ["--elements", "0"]),
     (["bench", "codec", "--pairs", "0"], ["--pairs", "0"]),
     (["bench", "collective", "--world", "0"], ["--world", "0"]),
+    (["bench", "collective", "--world", "4", "--nodes", "3", "--elements", "10"], ["nodes", "3", "1, 2, 4"]),
+    (["bench", "collective", "--nodes", "some"], ["--nodes", "some", "auto"]),
     (["bench", "collective", "--method", "ring"], ["--method", "ring", "scatter"]),
     (["bench", "collective", "--engine", "nccl"], ["--engine", "nccl", "loopback"]),
     (["demo", "--world", "-2"], ["--world", "-2"]),
@@ -812,6 +814,20 @@ def test_bench_collective_on_loopback(method, world):
         assert ideal <= row["bytes_sent_fp32"] < 1.1 * ideal + 4096
         assert row["bytes_sent"] < row["bytes_sent_fp32"]
         assert row["ratio"] == pytest.approx(row["bytes_sent_fp32"] / row["bytes_sent"])
+
+
+def test_bench_collective_on_two_levels_counts_what_leaves_a_node():
+    row, = rows("bench", "collective", "--codec", "qsgd:bits=4", "--world", 4, "--nodes", 2, "--elements", 2000000,
+                "--steps", 1)
+    assert row["identical"] is True and row["nodes"] == 2 and row["one_level_time_s"] > 0
+    ideal = 2 * 1 / 2 * 4 * 2000000
+    assert ideal <= row["node_bytes_fp32"] < 1.01 * ideal
+    assert row["node_bytes"] * 7 <= row["node_bytes_fp32"]
+    assert row["node_bytes_one_level"] == pytest.approx(2 * row["node_bytes"], rel=0.01)
+    row, = rows("bench", "collective", "--world", 2, "--nodes", "auto", "--elements", 5000, "--steps", 1)
+    assert row["nodes"] == 1 and row["node_bytes"] == 0 and row["error"] < 1e-12
+    out, _ = run("bench", "collective", "--world", 2, "--nodes", 1, "--elements", 5000, "--steps", 1)
+    assert b"left/node" in out and b"1 node;" in out
 
 
 def test_four_bit_scatter_moves_at_most_a_seventh():

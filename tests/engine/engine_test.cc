@@ -24,6 +24,7 @@
 #include <thread>
 
 #include "engine/engine_fixture.h"
+#include "engine/group_engine.h"
 #include "gradwire/error.h"
 #include "support/lighter.h"
 
@@ -244,6 +245,47 @@ TEST(Loopback, ParentAndGroupMayHaveOperationsInFlightTogether) {
     a.wait();
     EXPECT_EQ(outer.wrong() + inner.wrong(), "");
   });
+}
+
+// Ranks 0, 2, 4 and ranks 1, 3, 5, which know each other by their places in these lists.
+TEST(Groups, OfOneEngineExchangeTheirOwnBytesInOneOrder) {
+  run_loopback(6, [&](Engine& whole) {
+    const int first = whole.rank() % 2;
+    GroupEngine group(whole, {first + 4, first, first + 2});
+    EXPECT_EQ(group.size(), 3);
+    EXPECT_EQ(group.rank(), whole.rank() < 2 ? 1 : whole.rank() < 4 ? 2 : 0);
+    uint64_t op = 0, sent = 0;
+    for (const size_t length : {size_t{0}, size_t{1}, size_t{257}, size_t{65536}}) {
+      CheckedAllToAll exchange(group, ++op, [&](int from, int to) { return length + from + 2 * to; });
+      exchange.start(group).wait();
+      EXPECT_EQ(exchange.wrong(), "");
+      CheckedAllGather gather(group, ++op, [&](int from) { return length + from; });
+      gather.start(group).wait();
+      EXPECT_EQ(gather.wrong(), "");
+      CheckedBroadcast cast(group, ++op, length, 2);
+      cast.start(group).wait();
+      EXPECT_EQ(cast.wrong(), "");
+      group.barrier().wait();
+      for (int p = 0; p < 3; ++p)
+        if (p != group.rank()) sent += length + group.rank() + 2 * p;
+      sent += 2 * (length + group.rank()) + (group.rank() == 2 ? 2 * length : 0);
+      EXPECT_EQ(group.bytes_sent(), sent);
+      EXPECT_EQ(whole.bytes_sent(), sent);
+    }
+    GroupEngine alone(whole, {whole.rank()});
+    CheckedAllGather own(alone, 1, [](int) { return size_t{100}; });
+    own.start(alone).wait();
+    EXPECT_EQ(own.wrong(), "");
+  });
+}
+
+TEST(Groups, NameARankByItsNumberInTheWholeEngine) {
+  const auto results = outcomes(4, [](std::unique_ptr<Engine>& engine) {
+    GroupEngine group(*engine, {engine->rank() % 2, engine->rank() % 2 + 2});
+    if (engine->rank() == 3) return engine.reset();
+    group.barrier().wait();
+  });
+  for (int r = 0; r < 3; ++r) EXPECT_EQ(results[r].rank, 3) << results[r].text;
 }
 
 TEST(LoopbackFailure, AnotherOperationIsAMismatchThatNamesBoth) {

@@ -505,6 +505,75 @@ TEST_F(Mpi, AReducerGivesTheBitsOfLoopback) {
   EXPECT_EQ(mean, expected);
 }
 
+// All processes of these tests run on one machine.
+TEST_F(Mpi, RanksOfOneMachineShareANode) {
+  const auto engine = make_mpi();
+  EXPECT_EQ(engine->node(), 0);
+  EXPECT_EQ(engine->split(engine->rank() % 2)->node(), 0);
+}
+
+TEST_F(Mpi, AReducerOnTwoLevelsGivesTheBitsOfLoopback) {
+  const std::vector<NamedTensor> tensors{{"weight", 100'000}, {"bias", 10, DType::f32, 1}};
+  const auto run = [&](Engine& engine, int nodes) {
+    std::vector<std::vector<float>> data{std::vector<float>(100'000), std::vector<float>(10)};
+    Reducer reducer(engine, tensors,
+                    {.up = "1d=fp32;*=optquant:bits=3", .feedback = ReduceOptions::Feedback::on, .nodes = nodes});
+    for (uint64_t step = 0; step < 3; ++step) {
+      for (auto& values : data)
+        for (size_t i = 0; i < values.size(); ++i)
+          values[i] = static_cast<float>((i * 7 + static_cast<size_t>(engine.rank()) * 13 + step * 5) % 101) - 50;
+      const void* in[] = {data[0].data(), data[1].data()};
+      void* out[] = {data[0].data(), data[1].data()};
+      reducer.run(step, in, out);
+    }
+    if (nodes == ReduceOptions::kAutoNodes) {
+      EXPECT_EQ(reducer.node_bytes(), engine.size() == 1 ? reducer.message_bytes() : 0u);
+    }
+    return data;
+  };
+  const auto engine = make_mpi();
+  std::vector<int> layouts{1, ReduceOptions::kAutoNodes};
+  if (engine->size() % 2 == 0) layouts.push_back(2);
+  for (int nodes : layouts) {
+    const auto result = run(*engine, nodes);
+    std::vector<std::vector<float>> expected;
+    run_loopback(engine->size(), [&](Engine& loopback) {
+      auto mine = run(loopback, nodes);
+      if (loopback.rank() == 0) expected = std::move(mine);
+    });
+    EXPECT_EQ(result, expected) << nodes << " nodes";
+  }
+}
+
+TEST_F(Mpi, AReducerOnTwoLevelsRefusesNodesThatDoNotDivideTheRanks) {
+  NEEDS_RANKS(3);
+  const auto engine = make_mpi();
+  const Outcome result = outcome_of([&] {
+    Reducer reducer(*engine, {{"weight", 100}}, {.nodes = engine->size() - 1});
+  });
+  EXPECT_EQ(result.kind, ErrorKind::usage);
+  EXPECT_EQ(result.field, "nodes") << result.text;
+  EXPECT_TRUE(mentions(result, "does not divide")) << result.text;
+}
+
+// Rank 3 stays away from a step, and the others name it by its number among all ranks.
+TEST_F(Mpi, AReducerOnTwoLevelsNamesAStalledRank) {
+  NEEDS_RANKS(4);
+  const auto engine = make_mpi();
+  std::vector<float> data(100);
+  {
+    Reducer reducer(*engine, {{"weight", 100}}, {.nodes = 2});
+    if (engine->rank() == 0) engine->set_timeout(1s);
+    int token = 0;
+    if (engine->rank() == 3)
+      for (int p = 0; p < 3; ++p) MPI_Recv(&token, 1, MPI_INT, p, 9, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+    const Outcome result = outcome_of([&] { reducer.run(0, data, data); });
+    EXPECT_EQ(result.kind, ErrorKind::engine) << result.text;
+    EXPECT_EQ(result.rank, 3) << result.text;
+    if (engine->rank() < 3) MPI_Send(&token, 1, MPI_INT, 3, 9, MPI_COMM_WORLD);
+  }
+}
+
 TEST_F(Mpi, BelowMultipleAnEngineStaysOnItsThread) {
   int level = MPI_THREAD_SINGLE;
   MPI_Query_thread(&level);

@@ -380,6 +380,43 @@ TEST(Feedback, StatesThatDoNotFitTogetherAreRefused) {
   EXPECT_REFUSED(usage, "new_world", "at least 1", ErrorFeedback::redistribute(std::span(&one, 1), 0));
 }
 
+// 3200 small tensors on 4 nodes of 4 ranks: 200 for each rank, with a standard deviation of 14. If place and owner
+// were drawn alike, four ranks would have them all.
+TEST(Feedback, SmallTensorsAreSpreadOverAllRanksOfAllNodes) {
+  const int nodes = 4, places = 4;
+  std::vector<int> owned(static_cast<size_t>(nodes * places));
+  for (int t = 0; t < 3200; ++t) {
+    const std::string name = "layer" + std::to_string(t) + ".bias";
+    for (int place = 0; place < places; ++place)
+      for (const OwnedRun& run : owners(name, piece_of(name, 100, place, places).count, nodes, places))
+        ++owned[static_cast<size_t>(run.owner * places + place)];
+  }
+  EXPECT_EQ(std::accumulate(owned.begin(), owned.end(), 0), 3200);
+  for (int count : owned) EXPECT_NEAR(count, 200, 6 * 14);
+}
+
+TEST(Feedback, StatesOfNodesThatDoNotFitTogetherAreRefused) {
+  const auto states = [](int world, int nodes) {
+    std::vector<ErrorFeedback> ranks(2);
+    for (ErrorFeedback& rank : ranks) rank.add(Direction::up, "a", 3 * kTileElements);
+    return ErrorFeedback::redistribute(ranks, world, nodes);
+  };
+  std::vector<ErrorFeedback> four = states(4, 2), six = states(6, 3);
+  EXPECT_EQ(ErrorFeedback::redistribute(four, 6, 3).size(), 6u);
+  EXPECT_REFUSED(usage, "ranks", "3 states of 2 nodes of 2 ranks",
+                 ErrorFeedback::redistribute(std::span(four).first(3), 2));
+  EXPECT_REFUSED(usage, "new_nodes", "new_nodes is 3", ErrorFeedback::redistribute(four, 4, 3));
+  EXPECT_REFUSED(usage, "new_nodes", "new_nodes is -1", ErrorFeedback::redistribute(four, 4, -1));
+  std::swap(four[1], six[1]);
+  EXPECT_REFUSED(usage, "ranks", "rank 1 is of 3 nodes of 2 ranks", ErrorFeedback::redistribute(four, 2));
+  std::vector<ErrorFeedback> again = states(4, 2);
+  four[1] = std::move(again[0]);
+  EXPECT_REFUSED(usage, "ranks", "position 0 stands twice", ErrorFeedback::redistribute(four, 2));
+  const uint32_t words[] = {2, 2, 4, 0};
+  four[1].set_extra("nodes", std::as_bytes(std::span(words)));
+  EXPECT_REFUSED(frame, "nodes", "position 4", ErrorFeedback::redistribute(four, 2));
+}
+
 // ---- the file
 
 class FeedbackFile : public testing::Test {

@@ -107,27 +107,29 @@ TEST(CApiBadInput, MessagesInAllCombinations) {
 
 TEST(CApiBadInput, ReducersInAllCombinations) {
   const PlanHandle plan("onebit", 100, "w");
-  gw_communicator alone = lone_communicator(), unset = alone, outside = alone, negative = alone, mute = alone;
+  gw_communicator alone = lone_communicator(), unset = alone, outside = alone, negative = alone, mute = alone,
+                  nowhere = alone;
   unset.struct_bytes = 0;
   outside.rank = 1;
   negative.size = -1;
   mute.size = 2;
+  nowhere.node = -1;
   gw_reducer* reducer = nullptr;
   every_combination(
       [&](const gw_communicator* communicator, const gw_plan* p, gw_reducer** to) {
         expect_answer(gw_reducer_open(communicator, p, to), communicator == &alone && p && to, "gw_reducer_open");
         if (to) gw_reducer_close(*to);
       },
-      std::vector<const gw_communicator*>{&alone, &unset, &outside, &negative, &mute, nullptr},
+      std::vector<const gw_communicator*>{&alone, &unset, &outside, &negative, &mute, &nowhere, nullptr},
       std::vector<const gw_plan*>{plan, nullptr}, std::vector<gw_reducer**>{&reducer, nullptr});
 
   // Every option with every value: it is refused at once or by the first step, or the step runs.
   uint64_t figure = 0;
   std::vector<float> in(101, 1.0f), out(101);
   for (const char* option : {"down", "method", "op", "feedback", "owner_feedback", "residual", "decay", "seed", "steps",
-                             "threads", "rate", "loss_scale", "colour", ""})
-    for (const char* value : {"", "0", "1", "-1", "1e999", "nan", "inf", "99999999999999999999", "off", "sum", "bf16",
-                              "gather", "fp32", "qsgd:bits=99", "\xff%s%n", " 1", "1 "}) {
+                             "threads", "nodes", "rate", "loss_scale", "colour", ""})
+    for (const char* value : {"", "0", "1", "-1", "1e999", "nan", "inf", "99999999999999999999", "off", "sum", "auto",
+                              "bf16", "gather", "fp32", "qsgd:bits=99", "\xff%s%n", " 1", "1 "}) {
       ASSERT_EQ(gw_reducer_open(&alone, plan, &reducer), GW_OK) << gw_error();
       const int set = gw_reducer_set(reducer, option, value);
       EXPECT_TRUE(set == GW_OK || (set == GW_USAGE && *gw_error())) << option << " = " << value << ": " << gw_error();

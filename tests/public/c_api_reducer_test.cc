@@ -3,6 +3,7 @@
 // disagree or fail.
 #include <unistd.h>
 
+#include <cstddef>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -14,11 +15,12 @@
 namespace gradwire {
 namespace {
 
-std::vector<float> means_of_cpp(int world, const char* codec, uint64_t steps, ReduceOptions::Method method) {
+std::vector<float> means_of_cpp(int world, const char* codec, uint64_t steps, ReduceOptions::Method method,
+                                int nodes = 0) {
   std::vector<float> result;
   run_loopback(world, [&](Engine& engine) {
     std::vector<float> mean(kCApiCount);
-    Reducer reducer(engine, {{"weight", kCApiCount}}, {.method = method, .up = codec, .seed = 3});
+    Reducer reducer(engine, {{"weight", kCApiCount}}, {.method = method, .up = codec, .seed = 3, .nodes = nodes});
     for (uint64_t step = 0; step < steps; ++step) reducer.run(step, c_api_gradient(engine.rank(), step), mean);
     if (engine.rank() == 0) result = mean;
   });
@@ -50,6 +52,48 @@ TEST(CApiReducer, AReducerOverCallbacksGivesTheBitsOfCpp) {
       EXPECT_EQ(hall.abandoned, 0);
     }
   }
+}
+
+// Nodes are given by their number, or found by the communicator's field.
+TEST(CApiReducer, TwoLevelsGiveTheBitsOfCpp) {
+  const std::vector<float> expected = means_of_cpp(4, "onebit", 3, ReduceOptions::Method::scatter, 2);
+  for (const char* nodes : {"2", "auto"}) {
+    Hall hall(4);
+    std::vector<std::vector<float>> means(4, std::vector<float>(kCApiCount));
+    std::vector<uint64_t> bytes(4), left(4);
+    run_in_hall(hall, [&](int rank, const gw_communicator& given) {
+      gw_communicator communicator = given;
+      communicator.node = 1 + rank / 2;
+      gw_reducer* reducer = opened_reducer(communicator, "onebit");
+      EXPECT_EQ(gw_reducer_set(reducer, "nodes", nodes), GW_OK) << gw_error();
+      const size_t r = static_cast<size_t>(rank);
+      for (uint64_t step = 0; step < 3; ++step)
+        EXPECT_EQ(run_reducer(reducer, step, c_api_gradient(rank, step), means[r]), GW_OK) << gw_error();
+      EXPECT_EQ(gw_reducer_get(reducer, "message_bytes", &bytes[r]), GW_OK) << gw_error();
+      EXPECT_EQ(gw_reducer_get(reducer, "node_bytes", &left[r]), GW_OK) << gw_error();
+      gw_reducer_close(reducer);
+    });
+    for (size_t r = 0; r < 4; ++r) {
+      EXPECT_EQ(means[r], expected) << nodes << ", rank " << r;
+      EXPECT_LT(left[r], bytes[r]);
+      EXPECT_GT(left[r], 0u);
+    }
+  }
+}
+
+// A program that knows gw_communicator as it was before the field `node` does not say where its ranks run.
+TEST(CApiReducer, AnOlderCommunicatorIsAcceptedAndItsNodesAreNotKnown) {
+  gw_communicator old = lone_communicator();
+  old.struct_bytes = offsetof(gw_communicator, node);
+  old.node = -77;  // not a part of it
+  gw_reducer* reducer = opened_reducer(old, "onebit");
+  std::vector<float> mean(kCApiCount);
+  EXPECT_EQ(gw_reducer_set(reducer, "nodes", "auto"), GW_OK) << gw_error();
+  EXPECT_EQ(run_reducer(reducer, 0, c_api_gradient(0, 0), mean), GW_USAGE);
+  EXPECT_NE(std::string(gw_error()).find("does not know which ranks share a node"), std::string::npos) << gw_error();
+  EXPECT_EQ(gw_reducer_set(reducer, "nodes", "0"), GW_OK) << gw_error();
+  EXPECT_EQ(run_reducer(reducer, 0, c_api_gradient(0, 0), mean), GW_OK) << gw_error();
+  gw_reducer_close(reducer);
 }
 
 TEST(CApiReducer, ARunThatWasSavedGoesOnBitForBit) {

@@ -43,6 +43,18 @@ static void wrong_arguments(const gw_plan *plan, int rank) {
   expect(gw_reducer_open_mpi(world, 0, NULL, &reducer), GW_USAGE, "plan", "no plan");
 }
 
+/* Both ranks run on this machine, so nothing leaves their node. */
+static void on_one_node(const gw_plan *plan, const void *const *in, void *const *out, const float *mean) {
+  gw_reducer *reducer = NULL;
+  uint64_t left = 1;
+  expect(gw_reducer_open_mpi(MPI_Comm_c2f(MPI_COMM_WORLD), 20, plan, &reducer), GW_OK, "", "gw_reducer_open_mpi");
+  expect(gw_reducer_set(reducer, "nodes", "auto"), GW_OK, "", "nodes = auto");
+  expect(gw_reducer_run(reducer, 0, in, out), GW_OK, "", "a step on one node");
+  expect(gw_reducer_get(reducer, "node_bytes", &left), GW_OK, "", "node_bytes");
+  if (left != 0 || mean[0] != 0.5f || mean[2] != -2) expect(-1, 0, "", "the mean on one node");
+  gw_reducer_close(reducer);
+}
+
 int main(int argc, char **argv) {
   float gradient[3], mean[3] = {0, 0, 0};
   const void *in[1];
@@ -69,6 +81,7 @@ int main(int argc, char **argv) {
          "a step without input on rank 1");
   expect(gw_reducer_run(reducer, 1, in, out), GW_OK, "", "the step after it");
   gw_reducer_close(reducer);
+  on_one_node(plan, in, out, mean);
   MPI_Finalize();
   expect(gw_reducer_open_mpi(0, 0, plan, &reducer), GW_USAGE, "finalised", "after MPI_Finalize");
   gw_plan_close(plan);

@@ -66,6 +66,7 @@ class Exchanger(Protocol):
 
     def _finish_pass(self) -> None: ...  # ends a backward pass that autograd has not ended
     def _follow_phase(self) -> None: ...  # after a step of the optimizer
+    def _left_node(self, sent: int) -> int: ...  # of the bytes of a ring all-reduce, those to other nodes
 
 
 class Momentum:
@@ -420,7 +421,7 @@ class Momentum:
         self.pools, self.pool_bytes = self.pools + 1, self.pool_bytes + sent
         hook = self._hook()
         if hook is not None:
-            hook._meters.sent_after_step(sent)
+            hook._meters.sent_after_step(sent, hook._left_node(sent))
         self._make_dens()
 
     def _dtype_of_pool(self) -> torch.dtype:

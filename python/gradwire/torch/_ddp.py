@@ -478,14 +478,17 @@ class DdpHook(ReduceHook):
     def _all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         sent = 2 * buffer.element_size() * buffer.numel() * (self._world - 1) // self._world
-        layout = self._layout
-        # In a ring one rank of each node sends to another node.
-        self._meters.sent(sent, sent if layout is None else sent // layout.per_node if layout.nodes > 1 else 0)
+        self._meters.sent(sent, self._left_node(sent))
         if bucket.is_last():
             self.step += 1
             self._step_done(None)
         result = _plain_mean(bucket, self._group)
         return result.then(self._landed) if self._is_metered else result
+
+    def _left_node(self, sent: int) -> int:
+        """In a ring one rank of each node sends to another node."""
+        layout = self._layout
+        return sent if layout is None else sent // layout.per_node if layout.nodes > 1 else 0
 
     def _landed(self, result: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         self._exposed.landed()

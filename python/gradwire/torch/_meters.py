@@ -62,11 +62,11 @@ class Meters:
         self.bytes.add(count)
         self.left.add(count if left is None else left)
 
-    def sent_after_step(self, count: int) -> None:
-        """Bytes that belong to the last step, sent after its end."""
-        for sent in (self.bytes, self.left):
-            sent.last += count
-            sent.total += count
+    def sent_after_step(self, count: int, left: int) -> None:
+        """Bytes that belong to the last step, sent after its end; left: of these, to other nodes."""
+        for sent, more in (self.bytes, count), (self.left, left):
+            sent.last += more
+            sent.total += more
 
     def measure(self, chunk: "Chunk", send: torch.Tensor) -> None:
         """After a chunk was encoded: compares what its messages decode to with its gradients."""

@@ -53,6 +53,7 @@ class NodeBucket(StagedTask):
         self.shard = torch.zeros(self._row, dtype=torch.float32, device=self.device)
         self.flag = torch.zeros(1, dtype=torch.float32, device=self.device)
         self.idle: list[int] = []
+        self.used: torch.Tensor | None = None  # which gradients are not zero, where they were replaced since
         self.chunks: Sequence[Chunk] = []
         self.future: "torch.futures.Future[torch.Tensor] | None" = None
 
@@ -125,7 +126,11 @@ class NodeBucket(StagedTask):
         """With find_unused_parameters: 1 for each parameter that no rank of any node has used in this step."""
         if not self.hook._searches_unused():
             return []
-        return [1 - flag for flag in self.transport.any_rank(used_flags(self.gradients))]
+        used = used_flags(self.gradients) if self.used is None else self.used
+        unused = [1 - flag for flag in self.transport.any_rank(used)]
+        if self.hook._momentum is not None:
+            self.hook._momentum.idle.update(tensor for tensor, flag in zip(self.tensors, unused) if flag)
+        return unused
 
     def gather(self) -> None:
         """In the thread "end"."""
@@ -145,6 +150,8 @@ class NodeBucket(StagedTask):
                 for theirs, ours in self._pieces(rows):
                     theirs.copy_(ours)
                 self.flag.copy_(rows[:, self._row].float().sum().reshape(1))
+                if self.hook._momentum is not None:
+                    self.hook._momentum.settle(self.tensors, self.gradients)
             if self.last:
                 self.hook._end(self.hook._used)
             if self.future is not None:

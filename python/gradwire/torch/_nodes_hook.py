@@ -3,6 +3,10 @@
 only the shards that this leaves on each rank are compressed, and exchanged between nodes (_node_bucket.py). To the core
 the nodes are the ranks and the pieces of parameters are the tensors, under the names of the parameters, so residuals
 have the size of the pieces: 1/L of a model on each of L ranks of a node.
+
+Where Adam's momentum is exchanged (_adam.py), each rank puts its own in the place of its gradients before they are
+reduced within the node, and finds the mean of all ranks there after the results were gathered. So all that is about
+gradients of one rank is as on one level: second moments, clipping, and the memory for them.
 """
 
 from __future__ import annotations
@@ -18,9 +22,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _core
-from .._errors import UnsupportedError
 from ._agree import Handshake
-from ._chunks import Chunk, split
+from ._chunks import Chunk, split, used_flags
 from ._ddp import DdpHook
 from ._node_bucket import Gather, NodeBucket, Scatter
 from ._nodes import Layout
@@ -44,12 +47,6 @@ class NodesHook(DdpHook):
         names: Sequence[str] | None,
         layout: Layout,
     ) -> None:
-        if given.get("optimizer") is not None:
-            raise UnsupportedError(
-                f"nodes is {given['nodes']!r} and optimizer is given: Adam's momentum is not exchanged between nodes "
-                "of several ranks; leave one of them out",
-                field="optimizer",
-            )
         self._buckets: dict[tuple[int, ...], NodeBucket] = {}
         self._used_buckets: list[NodeBucket] = []  # in this step
         self._flag = torch.zeros(1)
@@ -84,6 +81,9 @@ class NodesHook(DdpHook):
         own = {"rank": node, "world": nodes, "seed": seed}
         return _core.ModelCoder(tensors, up=by_whole(up, wholes), down=by_whole(down, wholes), **(options | own))
 
+    def _wants_momentum(self, up: str) -> bool:
+        return self._layout.nodes > 1 and super()._wants_momentum(up)
+
     def _use(self, codec: str, down: Any, model: "_core.ModelCoder") -> None:
         super()._use(codec, down, model)
         self._plain = self._plain or self._layout.nodes == 1  # nothing leaves the node
@@ -117,6 +117,12 @@ class NodesHook(DdpHook):
         self, bucket: Any, done: Any, tensors: tuple[int, ...], gradients: list[torch.Tensor] | None = None
     ) -> None:
         buffer, gradients = bucket.buffer(), bucket.gradients()
+        used: torch.Tensor | None = None
+        if self._momentum is not None:
+            if bucket.index() == 0:
+                self._momentum.begin(self._scale())
+            used = used_flags(gradients) if self._searches_unused() else None
+            self._momentum.put(tensors, gradients)
         here = tuple(tensor for tensor in tensors if self._meters.elements[tensor])
         keys = []
         if here:
@@ -132,12 +138,15 @@ class NodesHook(DdpHook):
                 self._chunks[key] = Chunk(self, *key)
         inside.chunks = [self._chunks[key] for key in keys]
         inside.load(buffer, gradients, bucket.index() == 0, bucket.is_last(), done)
+        inside.used = used
         self._transport.submit(Scatter(inside))
         for chunk in inside.chunks:
             chunk.load(inside.shard, [inside.piece(tensor) for tensor in chunk.tensors], False, False)
             chunk.inside = inside
             self._transport.submit(chunk)
         self._transport.submit(Gather(inside))
+        if self._momentum is not None and bucket.is_last():
+            self._momentum.end()
 
     def _check_results(self) -> None:
         """A result that is not finite on one rank of a node is not finite on any: the step is decided for all pieces

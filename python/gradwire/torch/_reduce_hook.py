@@ -89,7 +89,7 @@ class ReduceHook(Hook):
         groups = _optimizers.check(optimizer, named, model, getattr(before, "_momentum", None))
         self._optimizer_terms = [("clip", str(clip)), *_optimizers.handshake(optimizer)]
         self._moment_terms = _optimizers.moments(optimizer, named)
-        if self._uses_feedback(rules_of(codec, self._min_elements)):
+        if self._wants_momentum(rules_of(codec, self._min_elements)):
             self._momentum = Momentum(self, optimizer, named, groups, clip or 0.0, shards)
             if self._feedback is None:
                 self._model_options["feedback"] = "momentum"
@@ -135,6 +135,10 @@ class ReduceHook(Hook):
     def _uses_feedback(self, up: str) -> bool:
         return any(self._keeps_residual(codec) for codec in self._codecs(up))
 
+    def _wants_momentum(self, up: str) -> bool:
+        """Whether Adam's momentum is what should be exchanged, where the optimizer is named."""
+        return self._uses_feedback(up)
+
     def _is_exact(self, codec: str, down: Any) -> bool:
         """Whether the process group's own all-reduce of gradients is what was asked for."""
         return down is None and self._momentum is None and all(str(one) == "fp32" for one in self._codecs(codec))
@@ -142,7 +146,7 @@ class ReduceHook(Hook):
     def _changed_model(self, codec: Any, down: Any) -> Made:
         """For set_codec."""
         made = self._model_for(codec, down)
-        if self._optimizer_kind != "none" and self._momentum is None and self._uses_feedback(made[0]):
+        if self._optimizer_kind != "none" and self._momentum is None and self._wants_momentum(made[0]):
             raise UsageError(
                 f"'{self.codec}' has no error feedback, so gradients are exchanged, and the optimizer was left "
                 "alone; call compress again to begin with a codec that has it",
@@ -168,6 +172,9 @@ class ReduceHook(Hook):
     def _is_warm(self, taken: int) -> bool:
         """Whether the exchange of momentum is in its warm-up after so many steps."""
         return self._momentum is not None and taken < self._warmup
+
+    def _left_node(self, sent: int) -> int:
+        return sent
 
     def _finish_pass(self) -> None:
         """Autograd ends passes."""

@@ -120,12 +120,12 @@ def save(hook: "DdpHook", gather: str | None) -> State:
         every_feedback = [feedback_of(ranks[str(r)], dtype_name(dtype)) for r in range(hook._world)]
         one = _core.ErrorFeedback.redistribute(every_feedback, 1)[0]
         state["world"], state["ranks"] = 1, {"0": ranks_part(one, dtype)}
-        if momentum is not None:
-            s, levels = _mean_of_ranks(ranks, "s"), _mean_of_ranks(ranks, "levels")
-            q = {name: torch.zeros_like(values) for name, values in s.items()}
-            state["ranks"]["0"] |= {"q": q, "s": s, "levels": levels}
-            for counts in state["adam"]["counts"].values():
-                counts[2] = 0
+    if gather == "merged" and momentum is not None:
+        s, levels = _mean_of_ranks(ranks, "s"), _mean_of_ranks(ranks, "levels")
+        q = {name: torch.zeros_like(values) for name, values in s.items()}
+        state["ranks"]["0"] |= {"q": q, "s": s, "levels": levels}
+        for counts in state["adam"]["counts"].values():
+            counts[2] = 0
     return state
 
 
@@ -355,9 +355,10 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
             part |= {kind: _mean_of_ranks(ranks, kind) if "adam" in whole else {} for kind in ("s", "levels")}
         else:
             keeps_down = hook._model_options["owner_feedback"] != "off"
-            now, needed = (nodes, per_node), hook._fresh_model().state()
+            now, needed = (nodes, per_node), hook._fresh_model(whole.get("adam", {}).get("taken", 0)).state()
             part = _relayout.moved(_wholes(hook), ranks, then, now, place, needed, keeps_down, "nodes")
-            part |= {"q": {}, "s": {}, "levels": {}}
+            part["q"] = {}
+            part |= {kind: _mean_of_ranks(ranks, kind) if "adam" in whole else {} for kind in ("s", "levels")}
         adam = adam_for(hook._momentum, whole, part)
         # Only a codec can say whether what it has learned makes sense. It says so to a coder of its own, so that a
         # state that is refused changes nothing.
