@@ -26,7 +26,8 @@ from ._exposed import Exposed, with_exposed
 from ._hook import DTYPES
 from ._meters import Meters
 from ._reduce_hook import Made, ReduceHook
-from ._task import Times, core_device
+from ._rules import has_lowrank
+from ._task import CodingTask, Times, core_device
 from ._transport import Transport, never_free
 
 
@@ -110,6 +111,10 @@ def attach(
             from ._python_hook import PythonHook
 
             hook: DdpHook = PythonHook(ddp, python_codec, options, names)
+        elif has_lowrank(codec):
+            from ._lowrank_hook import LowRankHook
+
+            hook = LowRankHook(ddp, codec, options, names)
         elif layout is not None and layout.per_node > 1:
             from ._nodes_hook import NodesHook
 
@@ -254,7 +259,7 @@ class DdpHook(ReduceHook):
         self._meters = Meters(self._names, self._counts(), self._options["measure_every"], guard)
         self._meters.whole, self._meters.layout = sum(p.numel() for p in self._parameters), layout
         self._chunks: dict[ChunkKey, Chunk] = {}
-        self._used: list[Chunk] = []  # in this step
+        self._used: list[CodingTask] = []  # in this step
         self._chunk_elements = CHUNK
         self._began = 0.0
 
@@ -446,7 +451,7 @@ class DdpHook(ReduceHook):
         self._began = time.perf_counter()
         self._model.begin(self.step, loss_scale=loss_scale, rate=self._rate, exact=self._sends_exactly())
 
-    def _end(self, used: Sequence[Chunk]) -> None:
+    def _end(self, used: Sequence[CodingTask]) -> None:
         """After the last bucket, in the thread that decodes."""
         if self._stream is not None:
             for chunk in used:
@@ -468,7 +473,7 @@ class DdpHook(ReduceHook):
     def _check_results(self) -> None:
         """Before a step is decided: all ranks see the same results, and the core has checked them."""
 
-    def _count_sent(self, used: Sequence[Chunk]) -> int:
+    def _count_sent(self, used: Sequence[CodingTask]) -> int:
         sent = sum(chunk.sent for chunk in used)
         self._meters.sent(sent)
         return sent
