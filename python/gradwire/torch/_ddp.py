@@ -554,6 +554,23 @@ class DdpHook(ReduceHook):
         self._synchronize()
         _state.load(self, state)
 
+    # What a hook of another kind keeps beside the model of coders; see _state.py.
+
+    def _own_residuals(self) -> dict[str, torch.Tensor]:
+        """By parameter, flat."""
+        return {}
+
+    def _own_state(self) -> dict[str, Any]:
+        return {}
+
+    def _take_own(self, whole: Mapping[str, Any], part: dict[str, Any], taken: int) -> tuple[dict[str, Any], Handshake]:
+        """Takes what is this hook's own out of a state that is loaded, checked; and what ranks compare of it. part: of
+        this rank. taken: steps that an exchange of momentum has taken."""
+        return {}, []
+
+    def _restore_own(self, own: Mapping[str, Any]) -> None:
+        """Continues from what `_take_own` has taken."""
+
     def _synchronize(self) -> None:
         self._transport.check()
         if self._device.type == "cuda":

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _core
 from .._errors import UnsupportedError, UsageError
-from . import _hook
+from . import _hook, _state
 from ._agree import Handshake
 from ._chunks import Chunk, split, used_flags
 from ._ddp import DdpHook
@@ -278,3 +278,71 @@ class LowRankHook(DdpHook):
             for stack in (group.residual, *(getattr(group, kept) for kept in group.kept)):
                 found = zlib.crc32(stack.cpu().contiguous().numpy().tobytes(), found & 0xFFFFFFFF)
         return found
+
+    # The state.
+
+    def _own_residuals(self) -> dict[str, torch.Tensor]:
+        return {
+            self._names[i]: group.residual[at].detach().cpu().flatten().clone()
+            for group in self._groups
+            for at, i in enumerate(group.parameters)
+        }
+
+    def _own_state(self) -> dict[str, Any]:
+        factors: dict[str, dict[str, torch.Tensor]] = {}
+        for group in self._groups:
+            for kept in group.kept:
+                stack = getattr(group, kept).detach().cpu()
+                factors.setdefault(kept, {}).update(
+                    (self._names[i], stack[at].clone()) for at, i in enumerate(group.parameters)
+                )
+        return {"lowrank": factors}
+
+    def _take_own(self, whole: Mapping[str, Any], part: dict[str, Any], taken: int) -> tuple[dict[str, Any], Handshake]:
+        factors = whole.get("lowrank", {})
+        if not isinstance(factors, Mapping) or not all(isinstance(one, Mapping) for one in factors.values()):
+            raise UsageError("the state is damaged: 'lowrank' is not a dict of factors by parameter name", field=NAME)
+        if self._matrices and not factors:
+            raise UsageError("the state was saved by a hook without lowrank: it has no factors", field=NAME)
+        own: dict[str, Any] = {"residual": {}, "p": {}, "q": {}}
+        check = 0
+        for i, group in sorted(self._matrices.items()):
+            name = self._names[i]
+            if name not in part["up"]:
+                raise UsageError(f"the state has no up residual of parameter '{name}'", field=name)
+            values = part["up"].pop(name).float()
+            if values.numel() != group.rows * group.columns:
+                raise UsageError(
+                    f"parameter '{name}' has {group.rows * group.columns} elements; its up residual in the state has "
+                    f"{values.numel()}",
+                    field=name,
+                )
+            own["residual"][i] = values
+            for kept in group.kept:
+                factor = factors.get(kept, {}).get(name)
+                _state.check_tensor(factor, f"{kept} of parameter '{name}'", name)
+                wanted = (group.rank, group.rows if kept == "p" else group.columns)
+                if tuple(factor.shape) != wanted or not bool(torch.isfinite(factor).all()):
+                    raise UsageError(
+                        f"{kept} of parameter '{name}' has the shape {tuple(factor.shape)} in the state, or a value "
+                        f"that is not finite; expected are finite numbers of shape {wanted}",
+                        field=name,
+                    )
+                own[kept][i] = factor.float()
+                check = zlib.crc32(_state.bytes_of(own[kept][i]), check)
+        known = {self._names[i] for i in self._matrices}
+        for kept, found in factors.items():
+            for name in found:
+                if name not in known:
+                    raise UsageError(
+                        f"the state has factors of parameter '{name}', which lowrank is not chosen for here",
+                        field=str(name),
+                    )
+        return own, [("factors", str(check))]
+
+    def _restore_own(self, own: Mapping[str, Any]) -> None:
+        for group in self._groups:
+            for at, i in enumerate(group.parameters):
+                group.residual[at].copy_(own["residual"][i].view(group.rows, group.columns))
+                for kept in group.kept:
+                    getattr(group, kept)[at].copy_(own[kept][i])

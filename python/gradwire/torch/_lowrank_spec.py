@@ -74,15 +74,15 @@ class LowRank:
 
 
 class MatrixShape:
-    """A tensor of two or more dimensions as a matrix: the first dimension, and all others together. They are taken in
-    the order of memory, so that no element is moved; in another memory format the columns stand in another order."""
+    """A tensor of two or more dimensions as a matrix: the first dimension, and all others together. Dimensions are in the
+    order of memory, as gradients stand in DDP's buckets; in another memory format columns stand in another order."""
 
     def __init__(self, like: torch.Tensor) -> None:
-        self.order = sorted(range(like.dim()), key=lambda d: (like.shape[d] == 1, -like.stride(d)))
-        if not like.permute(self.order).is_contiguous():  # DDP's buckets are contiguous then
-            self.order = list(range(like.dim()))
-        self.rows = like.shape[self.order[0]]
+        order = sorted(range(like.dim()), key=lambda d: (like.shape[d] == 1, -like.stride(d)))
+        if not like.permute(order).is_contiguous():  # it has gaps, and its gradient has none
+            order = list(range(like.dim()))
+        self.rows = like.shape[order[0]]
         self.columns = like.numel() // max(self.rows, 1)
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.permute(self.order).view(self.rows, self.columns)
+    def of(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.view(self.rows, self.columns)
