@@ -271,8 +271,8 @@ def test_accumulation_with_no_sync(ranks: Ranks) -> None:
     assert all(ranks.run(2, accumulated))
 
 
-def some_unused(rank: Rank) -> list[Any]:
-    ddp, hook = made(rank, "lowrank:rank=2", find_unused_parameters=True)
+def some_unused(rank: Rank, way: str) -> list[Any]:
+    ddp, hook = made(rank, f"lowrank:rank=2,alternate={way}", find_unused_parameters=True)
     for step in range(3):
         results(ddp, drawn(rank, step))
     before = hook.state_dict()
@@ -283,16 +283,17 @@ def some_unused(rank: Rank) -> list[Any]:
     ddp().backward()
     after = hook.state_dict()
     old, new = (state["ranks"][str(rank.rank)]["up"] for state in (before, after))
-    factors = [state["lowrank"][kind]["b"] for kind in ("p", "q") for state in (before, after)]
+    factors = [(before["lowrank"][kind]["b"], after["lowrank"][kind]["b"]) for kind in before["lowrank"]]
     return [
-        torch.equal(old["b"], new["b"]) and torch.equal(*factors[:2]) and torch.equal(*factors[2:]),
+        torch.equal(old["b"], new["b"]) and all(torch.equal(*pair) for pair in factors),
         not torch.equal(old["a"], new["a"]),
         ddp.module.b.grad is None or not bool(ddp.module.b.grad.any()),
     ]
 
 
-def test_a_parameter_that_no_rank_has_used_keeps_its_residual(ranks: Ranks) -> None:
-    for outcome in ranks.run(2, some_unused):
+@pytest.mark.parametrize("way", ["on", "off"])
+def test_a_parameter_that_no_rank_has_used_keeps_its_residual(ranks: Ranks, way: str) -> None:
+    for outcome in ranks.run(2, some_unused, way):
         assert all(outcome), outcome
 
 

@@ -85,7 +85,7 @@ def refused(rank: Rank, what: str) -> None:
     if what == "rank":
         codec = "lowrank:rank=3"
     elif what == "missing":
-        del state["lowrank"]["p"]["conv"]
+        del state["lowrank"]["q"]["conv"]
     elif what == "nan":
         state["lowrank"]["q"]["a"][1, 2] = float("nan")
     elif what == "differs" and rank.rank == 1:
@@ -111,8 +111,8 @@ def refused(rank: Rank, what: str) -> None:
 @pytest.mark.parametrize(
     "what, words",
     [
-        ("rank", "p of parameter 'a' has the shape (2, 24)"),
-        ("missing", "p of parameter 'conv' is not a dense tensor"),
+        ("rank", "q of parameter 'a' has the shape (2, 40)"),
+        ("missing", "q of parameter 'conv' is not a dense tensor"),
         ("nan", "not finite"),
         ("differs", "ranks disagree about factors"),
         ("foreign", "factors of parameter 'zip'"),

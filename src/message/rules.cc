@@ -84,7 +84,8 @@ Rules Rules::parse(std::string_view text) {
     if (last && pattern != "*")
       refuse(number, rule, "the last rule must be '*=SPEC', so that every tensor has a codec", "rules");
     if (equals == std::string_view::npos || pattern.empty())
-      refuse(number, rule, "expected PATTERN=SPEC, where PATTERN is '1d', '2d', '<COUNT' or a name with * and ?", "rules");
+      refuse(number, rule, "expected PATTERN=SPEC, where PATTERN is '1d', '2d', '<COUNT' or a name with * and ?",
+             "rules");
     if (!last && pattern == "*") refuse(number, rule, "'*' matches every tensor: it must be the last rule", "rules");
     try {
       rules.rules_.push_back(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of a low-rank codec, "lowrank:rank=4,bits=8,alternate=on", and the matrices that it is about. The core does
+"""The text of a low-rank codec, "lowrank:rank=4,bits=8,alternate=off", and the matrices that it is about. The core does
 not know it: factors are exchanged by codecs of the core, and products are torch's (_lowrank.py).
 """
 
@@ -31,7 +31,7 @@ def is_lowrank(spec: str) -> bool:
 class LowRank:
     rank: int = 4
     bits: int = 8
-    alternate: bool = True
+    alternate: bool = False
     lossless = False
     feedback = True
 
