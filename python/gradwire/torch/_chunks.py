@@ -99,7 +99,6 @@ class Chunk(CodingTask):
             self.wait_for(torch.cuda.current_stream(self.device))
 
     def unload(self) -> None:
-        """Lets go of the gradients, where the next step has other buffers."""
         self.buffer, self.gradients, self.future = torch.empty(0), [], None
 
     def start(self) -> Exchange:

@@ -24,6 +24,7 @@ from ._chunks import CHUNK, FINE_CHUNK, SLOW, Chunk, ChunkKey, split, used_flags
 from ._compress import refuse_foreign
 from ._exposed import Exposed, with_exposed
 from ._hook import DTYPES
+from ._lowrank_spec import LowRank
 from ._meters import Meters
 from ._reduce_hook import Made, ReduceHook
 from ._rules import has_lowrank
@@ -275,7 +276,7 @@ class DdpHook(ReduceHook):
         tensors = [(name, p.numel(), DTYPES[p.dtype], p.dim()) for name, p in zip(self._names, self._parameters)]
         return _core.ModelCoder(tensors, up=up, down=down, **options)
 
-    def _codecs(self, rules: str) -> "list[_core.Codec]":
+    def _codecs(self, rules: str) -> "Sequence[_core.Codec | LowRank]":
         chosen = _core.Rules(rules)
         return [chosen.codec_for(name, p.dim(), p.numel()) for name, p in zip(self._names, self._parameters)]
 

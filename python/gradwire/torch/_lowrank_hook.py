@@ -94,7 +94,7 @@ class LowRankHook(DdpHook):
     def _rules_of(self, codec: Any) -> str:
         return lowrank_rules_of(codec, self._min_elements)
 
-    def _codecs(self, rules: str) -> "list[_core.Codec | LowRank]":
+    def _codecs(self, rules: str) -> "Sequence[_core.Codec | LowRank]":
         tensors = [(name, p.dim(), p.numel()) for name, p in zip(self._names, self._parameters)]
         exact = _core.Codec("fp32")
         return [
@@ -143,6 +143,11 @@ class LowRankHook(DdpHook):
             f"'{self.codec}' has lowrank, which cannot be changed for another codec; call compress again", field="codec"
         )
 
+    def _watch_optimizers(self) -> None:
+        """Every element of a low-rank result changes in every step, so second moments have no spikes by it."""
+        if any(self._keeps_residual(one) for one in self._codecs(self.codec) if not isinstance(one, LowRank)):
+            super()._watch_optimizers()
+
     # One step.
 
     def _send(self, bucket: Any, done: "torch.futures.Future[torch.Tensor]", tensors: tuple[int, ...]) -> None:
@@ -183,13 +188,13 @@ class LowRankHook(DdpHook):
         used: torch.Tensor | None,
         tensors: tuple[int, ...],
         first: bool,
-    ) -> list[Any]:
+    ) -> list[Chunk]:
         """Submits the parameters of a bucket that have other codecs, as chunks."""
         others = tuple(one for one in tensors if one in self._others)
         if not others:
             return []
         size = 0 if self._transport.on_streams else self._chunk_elements
-        chunks = []
+        chunks: list[Chunk] = []
         for key in split(others, self._meters.elements, self._model, size):
             if key not in self._chunks:
                 self._chunks[key] = Chunk(self, *key)

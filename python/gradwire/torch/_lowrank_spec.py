@@ -78,7 +78,7 @@ class MatrixShape:
     order of memory, as gradients stand in DDP's buckets; in another memory format columns stand in another order."""
 
     def __init__(self, like: torch.Tensor) -> None:
-        order = sorted(range(like.dim()), key=lambda d: (like.shape[d] == 1, -like.stride(d)))
+        order = sorted(range(like.dim()), key=lambda d: (like.shape[d] == 1, -like.stride()[d]))
         if not like.permute(order).is_contiguous():  # it has gaps, and its gradient has none
             order = list(range(like.dim()))
         self.rows = like.shape[order[0]]

@@ -30,9 +30,7 @@ class FactorTask(CodingTask):
     passengers: list[torch.Tensor]
 
     def __init__(self, hook: "LowRankHook", tensors: list[int]) -> None:
-        super().__init__(
-            hook._factors, tensors, hook._transport, hook._device, hook._threads, hook._times
-        )
+        super().__init__(hook._factors, tensors, hook._transport, hook._device, hook._threads, hook._times)
         self.hook = hook
 
     def _x(self, run: Run, p: bool) -> torch.Tensor:
@@ -124,7 +122,7 @@ class FirstExchange(FactorTask):
         wired = [hook._wired(one, p) for run, p in zip(self.runs, self.is_p) for one in run.parameters]
         super().__init__(hook, wired + [hook._passenger_at[one] for one in self.exact])
         self.settle: Callable[[], None] | None = None
-        self.beside: list[CodingTask] = []  # of the same bucket, with other codecs
+        self.beside: Sequence[CodingTask] = []  # of the same bucket, with other codecs
         self.used: torch.Tensor | None = None  # which gradients are not zero, where they were replaced since
 
     def load(

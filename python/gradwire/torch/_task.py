@@ -187,6 +187,9 @@ class CodingTask(StagedTask):
             rows[rank + 1 :].copy_(rows[rank].expand(world - rank - 1, -1))
         return send, [slots[rank]] * world, slots
 
+    def unload(self) -> None:
+        """Lets go of what the step was about, where the next one has other buffers."""
+
     # The phases of a BucketTask that are the same for all.
 
     def reduce(self, received: torch.Tensor) -> Exchange | None:
