@@ -7,9 +7,10 @@
 TEXT is any UTF-8 file. `middle` is a GPT of 10.7 million parameters, for a GPU that all ranks share (Gloo); `small` has
 0.8 million. The model and the way it is trained are those of examples/ddp_gpt.py: 4 ranks, AdamW, one cycle of the
 learning rate, gradients clipped at 1. Every row is trained with the same batches; a finished run in DIR is not
-repeated. With --optimizer sgd it is SGD with momentum 0.9, for the rows whose gradients are exchanged. A row has the validation loss (mean over seeds), its ratio to that of plain DDP paired by seed, with the
-standard error, and the bits per element of both ways together with everything counted: warm-up, pooled moments, fp32
-parameters. The rivals:
+repeated. With --optimizer sgd it is SGD with momentum 0.9, for the rows whose gradients are exchanged. A row has the
+validation loss (mean over seeds), its ratio to that of plain DDP paired by seed, with the standard error, and the bits
+per element of both ways together with everything counted: warm-up, pooled moments, fp32 parameters. "Exact first" is a
+tenth of the steps. The rivals:
 
     fp16        torch's fp16_compress_hook
     powersgd    torch's powerSGD_hook of rank 4, with error feedback and warm start, after a tenth of the steps

@@ -180,7 +180,8 @@ def mixed(rank: Rank) -> list[Any]:
     same = True
     for step in range(5):
         same = agree(rank, results(ddp, drawn(rank, step))) and same
-    return [same, sorted(residuals(hook)), {k: v["codec"].partition(":")[0] for k, v in hook.stats()["parameters"].items()}]
+    codecs = {name: one["codec"].partition(":")[0] for name, one in hook.stats()["parameters"].items()}
+    return [same, sorted(residuals(hook)), codecs]
 
 
 def test_rules_with_other_codecs(ranks: Ranks) -> None:

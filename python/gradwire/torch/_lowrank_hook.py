@@ -133,7 +133,8 @@ class LowRankHook(DdpHook):
 
     def _handshake(self, model: "_core.ModelCoder | None" = None, codec: str | None = None) -> Handshake:
         terms = super()._handshake(model, codec)
-        terms += [("codec", self.codec), *(("factors", f"{name}: {value}") for name, value in self._factors.handshake())]
+        terms += [("codec", self.codec)]
+        terms += [("factors", f"{name}: {value}") for name, value in self._factors.handshake()]
         return terms + [
             ("matrix", f"{self._names[i]}: {group.rows} x {group.columns}") for i, group in self._matrices.items()
         ]

@@ -12,8 +12,8 @@ import torch
 from .._errors import UsageError
 
 NAME = "lowrank"
-# How factors are sent, by `bits`. Rounding to nearest is best where what it leaves out comes again; a short bucket keeps
-# large columns of a factor apart from small ones.
+# How factors are sent, by `bits`. They are rounded to nearest, since what that leaves out comes again. Short buckets
+# keep the strong rows of a factor apart from the weak ones.
 FACTOR_CODECS = {
     4: "qsgd:bits=4,bucket=64,rounding=nearest",
     8: "qsgd:bits=8,bucket=128,rounding=nearest",
@@ -74,8 +74,9 @@ class LowRank:
 
 
 class MatrixShape:
-    """A tensor of two or more dimensions as a matrix: the first dimension, and all others together. Dimensions are in the
-    order of memory, as gradients stand in DDP's buckets; in another memory format columns stand in another order."""
+    """A tensor of two or more dimensions as a matrix: the first dimension, and all others together. Dimensions are in
+    the order of memory, as gradients stand in DDP's buckets; in another memory format columns stand in another order.
+    """
 
     def __init__(self, like: torch.Tensor) -> None:
         order = sorted(range(like.dim()), key=lambda d: (like.shape[d] == 1, -like.stride()[d]))
