@@ -7,9 +7,10 @@
 TEXT is any UTF-8 file. `middle` is a GPT of 10.7 million parameters, for a GPU that all ranks share (Gloo); `small` has
 0.8 million. The model and the way it is trained are those of examples/ddp_gpt.py: 4 ranks, AdamW, one cycle of the
 learning rate, gradients clipped at 1. Every row is trained with the same batches; a finished run in DIR is not
-repeated. A row has the validation loss (mean over seeds), its ratio to that of plain DDP paired by seed, with the
-standard error, and the bits per element of both ways together with everything counted: warm-up, pooled moments, fp32
-parameters. The rivals:
+repeated. With --optimizer sgd it is SGD with momentum 0.9, for the rows whose gradients are exchanged. A row has the
+validation loss (mean over seeds), its ratio to that of plain DDP paired by seed, with the standard error, and the bits
+per element of both ways together with everything counted: warm-up, pooled moments, fp32 parameters. "Exact first" is a
+tenth of the steps. The rivals:
 
     fp16        torch's fp16_compress_hook
     powersgd    torch's powerSGD_hook of rank 4, with error feedback and warm start, after a tenth of the steps
@@ -46,6 +47,7 @@ SIZES = {
     "middle": {"layers": 6, "width": 384, "heads": 6, "context": 256, "batch": 16},
 }
 MOMENTUM = {"optimizer": True}
+EXACT_FIRST = {"warmup": 0.1}  # of the steps, as PowerSGD has it
 ROWS = {  # label: what it is, options of compress
     "plain DDP": None,
     "fp16": None,
@@ -53,15 +55,20 @@ ROWS = {  # label: what it is, options of compress
     "1-bit adam": None,
     **{f"{codec} momentum": (codec, MOMENTUM) for codec in (
         "casq:bits=2", "fft:theta=0.85", "onebit", "topk:ratio=0.03", "optquant:bits=2,mode=biased", "optquant:bits=3",
-        "dqsgd:budget=3", "optquant:bits=2", "qsgd:bits=3")},
+        "dqsgd:budget=3", "optquant:bits=2", "qsgd:bits=3", "lowrank:rank=4", "topk:ratio=0.03,bits=2")},
     **{f"{codec} gradients": (codec, {}) for codec in (
         "qsgd:bits=3", "optquant:bits=3", "dqsgd:budget=3", "optquant:bits=2", "onebit", "topk:ratio=0.03")},
+    **{f"{codec} gradients, exact first": (codec, EXACT_FIRST) for codec in (
+        "lowrank:rank=4", "lowrank:rank=8,alternate=on", "topk:ratio=0.03,bits=2")},
 }  # fmt: skip
 TARGETS = {
     "casq:bits=2 momentum": 1.005, "optquant:bits=3 momentum": 1.005, "dqsgd:budget=3 momentum": 1.005,
     "optquant:bits=2 momentum": 1.01, "qsgd:bits=3 momentum": 1.005,
     "fft:theta=0.85 momentum": 1.01, "onebit momentum": 1.02, "topk:ratio=0.03 momentum": 1.02,
 }  # fmt: skip
+
+
+RATES = {"adamw": 1e-3, "sgd": 0.1}
 
 
 class OneBitAdam(torch.optim.Optimizer):
@@ -114,7 +121,9 @@ def attach(label, ddp, optimizer, options):
     if label == "1-bit adam":
         return gw.compress(ddp, "onebit", warmup=optimizer.freeze, seed=options.seed)
     codec, given = ROWS[label]
-    given = {**given, "optimizer": optimizer} if "optimizer" in given else given
+    given = {**given, "optimizer": optimizer} if "optimizer" in given else dict(given)
+    if "warmup" in given:
+        given["warmup"] = max(2, int(options.steps * given["warmup"]))
     return gw.compress(ddp, codec, steps=options.steps, seed=options.seed, **given)
 
 
@@ -131,7 +140,9 @@ def powersgd_bits(model, exact_share):
 def optimizer_of(label, model, options):
     if label == "1-bit adam":
         return OneBitAdam(model.parameters(), 1e-3, 0.1, freeze=max(1, round(0.15 * options.steps)))
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=RATES["sgd"], momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=RATES["adamw"], weight_decay=0.1)
 
 
 def train(rank, label, options, store, out):
@@ -152,7 +163,7 @@ def train(rank, label, options, store, out):
     optimizer = optimizer_of(label, ddp, options)
     hook = attach(label, ddp, optimizer, options)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, 1e-3, total_steps=options.steps, pct_start=0.1, cycle_momentum=False
+        optimizer, RATES[options.optimizer], total_steps=options.steps, pct_start=0.1, cycle_momentum=False
     )
     draw = torch.Generator().manual_seed(1000 * options.seed + rank)
     began = time.perf_counter()
@@ -249,6 +260,7 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--optimizer", choices=RATES, default="adamw", help="sgd: momentum 0.9, for rows of gradients")
     parser.add_argument("--jobs", type=int, default=1, help="trainings that run side by side")
     parser.add_argument("--rows", action="append", choices=ROWS, help="only these (default: all)")
     parser.add_argument("--machine", help="its name in results.csv, if it is not this one")
@@ -262,6 +274,7 @@ def main():
         run_all(options)
     record = Rows(options.device, options.machine)
     words = ["--text", "FILE", "--out", "DIR", "--size", options.size, "--device", options.device]
+    words += ["--optimizer", options.optimizer] if options.optimizer != "adamw" else []
     show(options, record, shlex.join(["python3", "bench/adam_ddp.py", *words, "--steps", str(options.steps)]))
     record.append(options.dry_run)
 

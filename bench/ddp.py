@@ -5,6 +5,7 @@ docs/measuring.md says what each one means.
 
     python3 bench/ddp.py links --codec optquant:bits=4 --codec optquant:bits=2 --codec onebit
     python3 bench/ddp.py loss  --codec onebit --codec topk:ratio=0.025 --codec fft:theta=0.9,bits=9
+    python3 bench/ddp.py links --codec lowrank:rank=4                     beside torch's PowerSGD of rank 4
     python3 bench/ddp.py links --boxes 2 --codec qsgd:bits=4 --codec "qsgd:bits=4 nodes=2"
     python3 bench/ddp.py links --rates none --rounds 3 --dry-run          torch's own hooks only, nothing appended
 
@@ -83,6 +84,11 @@ def wanted_speedup(rate, bits):
     return ""
 
 
+def wanted_step(rate, name):
+    """The bound on the seconds of a step with lowrank."""
+    return {"100mbit": "<= 0.2", "1gbit": "<= 0.14"}.get(rate, "") if name.startswith("lowrank") else ""
+
+
 def link_rows(rows, rate, turns, codecs, command, compute, note, boxes):
     of_whom = "rank" if boxes == WORLD else "box"
     note = f"{turns.rounds} rounds; {note}"
@@ -95,6 +101,7 @@ def link_rows(rows, rate, turns, codecs, command, compute, note, boxes):
             f"step_s{suffix}",
             turns.median(name),
             "s",
+            "" if compute or boxes < WORLD else wanted_step(rate, name),
             note=f"median of {len(seconds)} blocks, {min(seconds.values()):.3f} to {max(seconds.values()):.3f}; {note}",
         )
         if compute or name in ("none", "fp32"):

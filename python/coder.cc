@@ -182,6 +182,9 @@ void bind_buckets(py::module_& module) {
           },
           py::arg("recv"), py::arg("bytes"), py::arg("out") = std::vector<Address>{}, Unlocked())
       .def(
+          "read_means", [](BucketCoder& r, const std::vector<Address>& out) { r.read_means(pointers<void*>(out)); },
+          py::arg("out"), Unlocked())
+      .def(
           "encode_down",
           [](BucketCoder& r, Address mine, size_t bytes, const std::vector<Address>& values) {
             r.encode_down(bytes_at(mine, bytes), pointers<const void*>(values));

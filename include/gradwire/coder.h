@@ -121,6 +121,9 @@ class BucketCoder {
   // Adds the messages of all ranks and divides. With scatter the means are kept for encode_down. With gather `out` gets
   // the results, with reduce_scatter those of this rank's own tensors.
   void decode_up(std::span<const std::byte> recv, std::span<void* const> out = {});
+  // The means that decode_up kept, exact as they are before encode_down rounds them, at their places in whole tensors.
+  // Elements whose owner is another rank are left alone. Null: not wanted; the others must be tensors of f32.
+  void read_means(std::span<void* const> out);
   // Encodes what decode_up kept; with all_gather `values`, those of this rank's own tensors.
   void encode_down(std::span<std::byte> mine, std::span<const void* const> values = {});
   void decode_down(std::span<const std::byte> recv, std::span<void* const> out);

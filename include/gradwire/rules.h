@@ -4,10 +4,10 @@
 //   const Rules rules = Rules::parse("*.bias=fp32;1d=fp32;<1024=fp32;*=qsgd:bits=4");
 //   const Codec codec = rules.codec_for("layer.weight", 2, 1'000'000);
 //
-// The first rule that matches wins. `1d` matches tensors with at most one dimension, `<COUNT` those with fewer
-// elements, and anything else is a glob over the name (`*`: any characters, `?`: any one). The last rule must be `*`. A
-// plain spec such as "qsgd:bits=4" is one rule for all tensors. Wherever the library takes a codec for a list of
-// tensors, it takes rules.
+// The first rule that matches wins. `1d` matches tensors with at most one dimension, `2d` those with two or more,
+// `<COUNT` those with fewer elements, and anything else is a glob over the name (`*`: any characters, `?`: any one).
+// The last rule must be `*`. A plain spec such as "qsgd:bits=4" is one rule for all tensors. Wherever the library takes
+// a codec for a list of tensors, it takes rules.
 //
 // Threads: a const Rules may be used by any number of threads at once.
 #pragma once

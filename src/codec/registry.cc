@@ -147,6 +147,11 @@ std::shared_ptr<const Codec::Impl> Codec::Impl::parse(std::string_view spec, boo
   for (const CodecDef& d : definitions())
     if (d.name == name) def = &d;
   if (!def) {
+    if (name == "lowrank")  // its factors are exchanged by other codecs, and its products are torch's
+      throw Error(ErrorKind::unsupported,
+                  "lowrank works in the hook of PyTorch's DistributedDataParallel only: "
+                  "gradwire.torch.compress(ddp, 'lowrank:rank=4')",
+                  "codec");
     std::vector<std::string> names;
     for (const CodecDef& d : definitions()) names.push_back(d.name);
     const std::string meant = nearest_name(name, names);

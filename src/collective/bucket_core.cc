@@ -169,6 +169,13 @@ void BucketCore::decode_up(uint64_t step, std::span<const ConstBytes> messages, 
   if (plan_.sums == ShardSums::Use::tensors) sums_->round(device_, out);
 }
 
+void BucketCore::read_sums(std::span<void* const> out) const {
+  const std::vector<float*> sums = sums_->places({});
+  for (size_t i = 0; i < sums.size(); ++i)
+    if (const Shard& shard = up_mine_[i]; out[shard.tensor])
+      memory_->copy(static_cast<float*>(out[shard.tensor]) + shard.first, sums[i], shard.count * sizeof(float));
+}
+
 void BucketCore::encode_down(uint64_t step, Bytes to, std::span<const void* const> values, Learning* learning,
                              bool ahead) {
   std::vector<const void*> from(values.begin(), values.end());

@@ -84,6 +84,8 @@ class BucketCore {
   void decode_up(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out);
   // This rank's own messages, as the others will see them, into whole tensors.
   void decode_own(uint64_t step, std::span<const ConstBytes> messages, std::span<void* const> out);
+  // The sums that decode_up kept, at their places in whole tensors of f32. Elements of other owners are left alone.
+  void read_sums(std::span<void* const> out) const;
   // `values`: one place per down_shards(); empty: the sums that decode_up kept.
   void encode_down(uint64_t step, Bytes to, std::span<const void* const> values = {}, Learning* learning = nullptr,
                    bool ahead = false);

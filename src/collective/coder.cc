@@ -257,6 +257,21 @@ void BucketCoder::decode_up(std::span<const std::byte> recv, std::span<void* con
   if (!s.core.has_down()) s.model.finite.check(s.device, s.core.up_results(to));
 }
 
+void BucketCoder::read_means(std::span<void* const> out) {
+  State& s = *state_;
+  if (!s.core.has_up() || !s.core.has_down())
+    refuse_usage("only an all_reduce by scatter keeps means for the way down", "kind");
+  if (out.size() != s.tensors.size())
+    refuse_usage(fmt::format("out has {} pointers; the bucket has {} tensors", out.size(), s.tensors.size()), "out");
+  std::vector<void*> all(s.model.job.tensors.size());
+  for (size_t i = 0; i < out.size(); ++i) {
+    if (const NamedTensor& tensor = s.model.job.tensors[s.tensors[i]]; out[i] && tensor.dtype != DType::f32)
+      refuse_usage(fmt::format("tensor '{}' is not of f32, and means are", tensor.name), "out");
+    all[s.tensors[i]] = out[i];
+  }
+  s.core.read_sums(all);
+}
+
 void BucketCoder::encode_down(std::span<std::byte> mine, std::span<const void* const> values) {
   State& s = *state_;
   s.expect_down();

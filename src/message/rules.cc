@@ -15,7 +15,7 @@
 namespace gradwire {
 namespace {
 
-constexpr std::string_view kOneDimension = "1d";
+constexpr std::string_view kOneDimension = "1d", kMatrix = "2d";
 
 std::string_view trimmed(std::string_view text) {
   const size_t first = text.find_first_not_of(" \t\r\n");
@@ -84,7 +84,8 @@ Rules Rules::parse(std::string_view text) {
     if (last && pattern != "*")
       refuse(number, rule, "the last rule must be '*=SPEC', so that every tensor has a codec", "rules");
     if (equals == std::string_view::npos || pattern.empty())
-      refuse(number, rule, "expected PATTERN=SPEC, where PATTERN is '1d', '<COUNT' or a name with * and ?", "rules");
+      refuse(number, rule, "expected PATTERN=SPEC, where PATTERN is '1d', '2d', '<COUNT' or a name with * and ?",
+             "rules");
     if (!last && pattern == "*") refuse(number, rule, "'*' matches every tensor: it must be the last rule", "rules");
     try {
       rules.rules_.push_back(
@@ -112,7 +113,10 @@ Rules Rules::nearest() const {
 
 Codec Rules::codec_for(std::string_view name, int dimensions, uint64_t count) const {
   for (const Rule& rule : rules_)
-    if (rule.below ? count < rule.below : rule.pattern == kOneDimension ? dimensions <= 1 : glob(rule.pattern, name))
+    if (rule.below                      ? count < rule.below
+        : rule.pattern == kOneDimension ? dimensions <= 1
+        : rule.pattern == kMatrix       ? dimensions >= 2
+                                        : glob(rule.pattern, name))
       return rule.codec;
   throw Error(ErrorKind::usage, fmt::format("tensor '{}': no rule; rules come from Rules::parse", name), "rules");
 }

@@ -568,5 +568,16 @@ TEST(Specs, WhatIsWrongIsNamed) {
   }
 }
 
+TEST(Specs, LowRankIsRefusedByName) {
+  try {
+    Codec::parse("lowrank:rank=4");
+    FAIL() << "it was accepted";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::unsupported);
+    EXPECT_EQ(e.field(), "codec");
+    EXPECT_NE(std::string(e.what()).find("DistributedDataParallel only"), std::string::npos) << e.what();
+  }
+}
+
 }  // namespace
 }  // namespace gradwire::test

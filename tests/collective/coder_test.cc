@@ -229,6 +229,47 @@ TEST(Coder, AnInfOnOneRankSkipsTheStepForAll) {
     }
 }
 
+TEST(Coder, AnOwnerReadsItsMeansBeforeTheyAreRounded) {
+  const std::vector<NamedTensor> tensors = small_model();
+  const std::vector<size_t> group = {0, 1, 2, 3, 5};  // the fourth one is of bf16, and its means are not wanted
+  ReduceOptions options = options_of("fp32");
+  options.down = "qsgd:bits=2";
+  World world(3, tensors, options);
+  std::vector<TensorValues> in, means(3, TensorValues(tensors));
+  std::vector<std::unique_ptr<BucketCoder>> buckets;
+  std::vector<std::vector<std::byte>> sent;
+  for (size_t r = 0; r < 3; ++r) {
+    in.push_back(gradients(tensors, static_cast<int>(r), 0));
+    means[r].fill([](size_t, uint64_t) { return 7.0f; });
+    world.models[r]->begin(0, {});
+    buckets.push_back(std::make_unique<BucketCoder>(*world.models[r], group, Device{}));
+    buckets[r]->begin();
+    sent.emplace_back(total(buckets[r]->up_send()));
+    buckets[r]->encode_up(World::pick<const void*>(in[r].in(), group), sent[r]);
+  }
+  const std::vector<std::vector<std::byte>> got = World::all_to_all(sent, buckets);
+  for (size_t r = 0; r < 3; ++r) {
+    buckets[r]->decode_up(got[r]);
+    std::vector<void*> out = World::pick<void*>(means[r].out(), group);
+    EXPECT_THROW(buckets[r]->read_means(out), Error) << "bf16";
+    EXPECT_THROW(buckets[r]->read_means(std::span(out).first(4)), Error) << "too few";
+    out[3] = nullptr;
+    buckets[r]->read_means(out);
+  }
+  for (size_t t : {0, 1, 2, 5})
+    for (uint64_t i = 0; i < tensors[t].count; ++i) {
+      const float mean = ((in[0].get(t, i) + in[1].get(t, i)) + in[2].get(t, i)) / 3.0f;
+      int owners = 0;
+      for (const TensorValues& one : means) owners += one.get(t, i) == mean;
+      ASSERT_EQ(owners, 1) << tensors[t].name << ' ' << i;
+      for (const TensorValues& one : means) ASSERT_TRUE(one.get(t, i) == mean || one.get(t, i) == 7.0f);
+    }
+  World gathered(2, tensors, options_of("fp32", Method::gather));
+  gathered.models[0]->begin(0, {});
+  BucketCoder other(*gathered.models[0], {0}, Device{});
+  EXPECT_THROW(other.read_means(std::vector<void*>(1)), Error) << "there is no way down";
+}
+
 TEST(Coder, IdleTensorsKeepTheirResidual) {
   const std::vector<NamedTensor> tensors = small_model();
   World world(3, tensors, options_of("qsgd:bits=2"));

@@ -647,6 +647,16 @@ TEST(Rules, SmallTensorsByTheirCount) {
     EXPECT_REFUSED(usage, "rules", "number of elements", Rules::parse(bad));
 }
 
+TEST(Rules, MatricesByTheirDimensions) {
+  const Rules rules = Rules::parse("a*=fp16;2d=qsgd:bits=4;*=fp32");
+  EXPECT_EQ(rules.codec_for("w", 2, 4096).name(), "qsgd");
+  EXPECT_EQ(rules.codec_for("w", 4, 4096).name(), "qsgd");
+  EXPECT_EQ(rules.codec_for("w", 1, 4096).name(), "fp32");
+  EXPECT_EQ(rules.codec_for("w", 0, 4096).name(), "fp32");
+  EXPECT_EQ(rules.codec_for("a", 2, 4096).name(), "fp16");
+  EXPECT_EQ(Rules::parse(rules.str()).str(), rules.str());
+}
+
 TEST(Rules, PrintAsTheyParse) {
   const Rules rules = Rules::parse("*.bias=fp32;1d=fp16;<64=fp32;*=qsgd:bits=4");
   EXPECT_EQ(Rules::parse(rules.str()).str(), rules.str());

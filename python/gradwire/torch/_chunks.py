@@ -66,14 +66,14 @@ class Owner(Protocol):
     _times: Times
     _meters: "Meters"
     _momentum: "Momentum | None"
-    _used: "list[Chunk]"  # in this step
+    _used: "list[CodingTask]"  # in this step
 
     @property
     def _stream(self) -> "torch.cuda.Stream | None": ...  # on which steps are ended
     def _scale_on_wire(self) -> float: ...
     def _searches_unused(self) -> bool: ...
     def _begin(self, loss_scale: float) -> None: ...
-    def _end(self, used: "Sequence[Chunk]") -> Any: ...
+    def _end(self, used: "Sequence[CodingTask]") -> Any: ...
 
 
 class Chunk(CodingTask):
@@ -105,7 +105,6 @@ class Chunk(CodingTask):
             self.wait_for(_streams.current(self.device))
 
     def unload(self) -> None:
-        """Lets go of the gradients, where the next step has other buffers."""
         self.buffer, self.gradients, self.future = torch.empty(0), [], None
 
     def start(self) -> Exchange:
@@ -137,24 +136,9 @@ class Chunk(CodingTask):
             self.hook._momentum.idle.update(tensor for tensor, flag in zip(self.tensors, unused) if flag)
         return unused
 
-    def reduce(self, received: torch.Tensor) -> Exchange | None:
-        with self.on_stream():
-            with self.measure("decode", "down"):
-                here = self.to_device("up", received)
-                if not self.coder.down_recv:  # method="gather"
-                    self.coder.decode_up(here.data_ptr(), here.numel(), self.pointers)
-                    return None
-                self.coder.decode_up(here.data_ptr(), here.numel())
-            with self.measure("encode", "down"):
-                send, slots, answers = self.encode_down([])
-            return self.exchange("down", send, slots, answers)
-
     def finish(self, received: torch.Tensor | None) -> None:
         with self.on_stream():
-            if received is not None:
-                with self.measure("decode", "end"):
-                    here = self.to_device("down", received)
-                    self.coder.decode_down(here.data_ptr(), here.numel(), self.pointers)
+            self.decode_answer(received)
             if self.settle is not None:
                 self.settle()
                 self.settle = None

@@ -59,11 +59,12 @@ def compress(
         by replicate(), is called HSDP here: what is compressed is the all-reduce between replicas.
     codec: how gradients are encoded. Either a codec, such as "optquant:bits=4" (`python -m gradwire codecs` lists
         them), or rules, which map names to codecs: in
-        "*.bias=fp32;1d=fp32;<1024=fp32;head.*=qsgd:bits=8;*=optquant:bits=4" the first pattern that matches decides. A
-        codec alone leaves parameters with one dimension, or with fewer than `min_elements` elements, in fp32. Where all
-        parameters are "fp32", torch's own collective is used, with the bits of the plain model. Under FSDP2 with one
-        dimension names are those of the modules that fully_shard was called on (the outermost one is "(root)"), because
-        FSDP sends all parameters of a module as one buffer. Under DDP it may be a name that `register` was given. None
+        "*.bias=fp32;1d=fp32;<1024=fp32;head.*=qsgd:bits=8;*=optquant:bits=4" the first pattern that matches decides
+        ("2d": two dimensions or more). A codec alone leaves parameters with one dimension, or with fewer than
+        `min_elements` elements, in fp32. Where all parameters are "fp32", torch's own collective is used, with the bits
+        of the plain model. Under FSDP2 with one dimension names are those of the modules that fully_shard was called on
+        (the outermost one is "(root)"), because FSDP sends all parameters of a module as one buffer. Under DDP it may
+        be a name that `register` was given, and it may be, or rules may have, "lowrank:rank=4", as PowerSGD. None
         leaves gradients (HSDP: between replicas) to torch.
     feedback: whether what compression leaves out of a gradient (the residual) is added to the next one. None: under DDP
         and HSDP where the codec asks for it; under FSDP2 off, because it needs a residual of the whole model on every

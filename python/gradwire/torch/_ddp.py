@@ -25,9 +25,11 @@ from ._chunks import CHUNK, FINE_CHUNK, SLOW, Chunk, ChunkKey, split, used_flags
 from ._compress import refuse_foreign
 from ._exposed import Exposed, with_exposed
 from ._hook import DTYPES
+from ._lowrank_spec import LowRank
 from ._meters import Meters
 from ._reduce_hook import Made, ReduceHook
-from ._task import Times, core_device
+from ._rules import has_lowrank
+from ._task import CodingTask, Times, core_device
 from ._transport import Transport, never_free
 
 
@@ -111,6 +113,10 @@ def attach(
             from ._python_hook import PythonHook
 
             hook: DdpHook = PythonHook(ddp, python_codec, options, names)
+        elif has_lowrank(codec):
+            from ._lowrank_hook import LowRankHook
+
+            hook = LowRankHook(ddp, codec, options, names)
         elif layout is not None and layout.per_node > 1:
             from ._nodes_hook import NodesHook
 
@@ -277,7 +283,7 @@ class DdpHook(ReduceHook):
         self._meters = Meters(self._names, self._counts(), self._options["measure_every"], guard)
         self._meters.whole, self._meters.layout = sum(p.numel() for p in self._parameters), layout
         self._chunks: dict[ChunkKey, Chunk] = {}
-        self._used: list[Chunk] = []  # in this step
+        self._used: list[CodingTask] = []  # in this step
         self._chunk_elements = CHUNK
         self._began = 0.0
         self._is_taught = threading.Event()  # whether the step before has been learned from
@@ -297,7 +303,7 @@ class DdpHook(ReduceHook):
         tensors = [(name, p.numel(), DTYPES[p.dtype], p.dim()) for name, p in zip(self._names, self._parameters)]
         return _core.ModelCoder(tensors, up=up, down=down, **options)
 
-    def _codecs(self, rules: str) -> "list[_core.Codec]":
+    def _codecs(self, rules: str) -> "Sequence[_core.Codec | LowRank]":
         chosen = _core.Rules(rules)
         return [chosen.codec_for(name, p.dim(), p.numel()) for name, p in zip(self._names, self._parameters)]
 
@@ -506,7 +512,7 @@ class DdpHook(ReduceHook):
         self._began = time.perf_counter()
         self._model.begin(self.step, loss_scale=loss_scale, rate=self._rate, exact=self._sends_exactly())
 
-    def _end(self, used: Sequence[Chunk]) -> None:
+    def _end(self, used: Sequence[CodingTask]) -> None:
         """After the last bucket, in the thread that decodes."""
         if self._stream is not None:
             for chunk in used:
@@ -539,7 +545,7 @@ class DdpHook(ReduceHook):
     def _check_results(self) -> None:
         """Before a step is decided: all ranks see the same results, and the core has checked them."""
 
-    def _count_sent(self, used: Sequence[Chunk]) -> int:
+    def _count_sent(self, used: Sequence[CodingTask]) -> int:
         sent = sum(chunk.sent for chunk in used)
         self._meters.sent(sent)
         return sent
@@ -619,6 +625,23 @@ class DdpHook(ReduceHook):
         optimizer is loaded from the same checkpoint, before or after this one."""
         self._synchronize()
         _state.load(self, state)
+
+    # What a hook of another kind keeps beside the model of coders; see _state.py.
+
+    def _own_residuals(self) -> dict[str, torch.Tensor]:
+        """By parameter, flat."""
+        return {}
+
+    def _own_state(self) -> dict[str, Any]:
+        return {}
+
+    def _take_own(self, whole: Mapping[str, Any], part: dict[str, Any], taken: int) -> tuple[dict[str, Any], Handshake]:
+        """Takes what is this hook's own out of a state that is loaded, checked; and what ranks compare of it. part: of
+        this rank. taken: steps that an exchange of momentum has taken."""
+        return {}, []
+
+    def _restore_own(self, own: Mapping[str, Any]) -> None:
+        """Continues from what `_take_own` has taken."""
 
     def _synchronize(self) -> None:
         self._is_taught.wait()

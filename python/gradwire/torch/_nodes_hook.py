@@ -28,7 +28,7 @@ from ._ddp import DdpHook
 from ._node_bucket import Gather, NodeBucket, Scatter
 from ._nodes import Layout
 from ._rules import by_whole
-from ._task import Buffers
+from ._task import Buffers, CodingTask
 from ._transport import Transport
 
 _LOG = logging.getLogger("gradwire")
@@ -160,7 +160,7 @@ class NodesHook(DdpHook):
                 self._flag = torch.cat([bucket.flag for bucket in self._used_buckets]).sum().reshape(1)
         self._model.check_finite(self._flag.data_ptr(), 1)
 
-    def _count_sent(self, used: Sequence[Chunk]) -> int:
+    def _count_sent(self, used: Sequence[CodingTask]) -> int:
         left = sum(chunk.sent for chunk in used)
         self._meters.sent(left + sum(bucket.sent for bucket in self._used_buckets), left)
         return left

@@ -9,18 +9,19 @@ codec that keeps a residual, and no residuals on the way up. The user's codecs t
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Mapping
+from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from .. import _core
-from .._errors import UsageError
+from .._errors import UnsupportedError, UsageError
 from . import _hook, _optimizers, _state
 from ._adam import DOWN_CODEC, WARMUP_CODEC, Momentum, default_warmup
 from ._agree import Handshake
 from ._hook import Hook
-from ._rules import check_patterns, rules_of, with_codec
+from ._lowrank_spec import LowRank
+from ._rules import check_patterns, has_lowrank, rules_of, with_codec
 
 if TYPE_CHECKING:
     from ._exposed import Exposed
@@ -53,7 +54,7 @@ class ReduceHook(Hook):
     _moment_terms: Handshake  # the same about moments, which differ between shards
 
     @abstractmethod
-    def _codecs(self, rules: str) -> "list[_core.Codec]":
+    def _codecs(self, rules: str) -> "Sequence[_core.Codec | LowRank]":
         """The codec of each parameter."""
 
     @abstractmethod
@@ -89,13 +90,16 @@ class ReduceHook(Hook):
         groups = _optimizers.check(optimizer, named, model, getattr(before, "_momentum", None))
         self._optimizer_terms = [("clip", str(clip)), *_optimizers.handshake(optimizer)]
         self._moment_terms = _optimizers.moments(optimizer, named)
-        if self._wants_momentum(rules_of(codec, self._min_elements)):
+        if self._wants_momentum(self._rules_of(codec)):
             self._momentum = Momentum(self, optimizer, named, groups, clip or 0.0, shards)
             if self._feedback is None:
                 self._model_options["feedback"] = "momentum"
             if "warmup" not in given:
                 self._warmup = default_warmup(self._model_options["steps"])
         self._warm = self._is_warm(0)
+
+    def _rules_of(self, codec: Any) -> str:
+        return rules_of(codec, self._min_elements)
 
     # Models of coders.
 
@@ -105,7 +109,7 @@ class ReduceHook(Hook):
 
     def _model_for(self, codec: Any, down: Any, warm: bool = False) -> Made:
         """warm: for the warm-up of an exchange of momentum."""
-        up = rules_of(codec, self._min_elements)
+        up = self._rules_of(codec)
         check_patterns(up, self._names, "parameter")
         down_rules = ""
         if down is not None:
@@ -127,7 +131,7 @@ class ReduceHook(Hook):
             )
         return up, down, self._coder(sent, down_rules, options)
 
-    def _keeps_residual(self, codec: "_core.Codec") -> bool:
+    def _keeps_residual(self, codec: "_core.Codec | LowRank") -> bool:
         if codec.lossless or self._feedback is not None:
             return not codec.lossless and bool(self._feedback)
         return codec.feedback if self._optimizer_kind == "none" else codec.momentum
@@ -145,6 +149,11 @@ class ReduceHook(Hook):
 
     def _changed_model(self, codec: Any, down: Any) -> Made:
         """For set_codec."""
+        if has_lowrank(codec):
+            raise UnsupportedError(
+                "lowrank cannot be chosen by set_codec, because its hook is another one; call compress again",
+                field="codec",
+            )
         made = self._model_for(codec, down)
         if self._optimizer_kind != "none" and self._momentum is None and self._wants_momentum(made[0]):
             raise UsageError(

@@ -35,7 +35,7 @@ from ._meters import Meters
 from ._reduce_hook import Made, ReduceHook
 from ._replica_group import Replicas, Unit, buffer_of_caller, find
 from ._rules import by_whole
-from ._task import Times, core_device
+from ._task import CodingTask, Times, core_device
 from ._transport import Transport
 from ._units import Channel, factor_of
 
@@ -108,7 +108,7 @@ class ReplicaHook(ReduceHook):
         self._times, self._exposed, self._waited = Times(), Exposed(self._device), 0.0
         self._meters = Meters(self._names, [parameter.count for parameter in found.parameters], 0, None)
         self._chunks: dict[ChunkKey, Chunk] = {}
-        self._used: list[Chunk] = []
+        self._used: list[CodingTask] = []
         self._chunk_elements, self._began = CHUNK, 0.0
         # Units that were reduced in this step, with what tells that a result is there.
         self._open: "dict[int, torch.futures.Future[torch.Tensor] | None]" = {}
@@ -407,7 +407,7 @@ class ReplicaHook(ReduceHook):
             self._exposed.waited(self._waited, self._exposed.plain_total)
             self._exposed.judge(self._gather_everywhere, self.codec, dist.get_rank() == self._mesh.members[0])
 
-    def _end(self, used: Sequence[Chunk]) -> int:
+    def _end(self, used: Sequence[CodingTask]) -> int:
         """Decides about the residuals, and learns. Returns how many bytes were sent."""
         channel = self._channel
         with channel.on_stream():

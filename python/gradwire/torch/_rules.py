@@ -7,7 +7,57 @@ from typing import Any, Callable, Iterable
 
 from .. import _core
 from .._errors import UsageError
+from ._lowrank_spec import LowRank, is_lowrank
 from ._register import refuse
+
+
+def codec_of(spec: str) -> "_core.Codec | LowRank":
+    return LowRank.parse(spec) if is_lowrank(spec) else _core.Codec(spec)
+
+
+def has_lowrank(codec: Any) -> bool:
+    """Whether a codec, or one of rules, is lowrank, which the core does not know."""
+    return isinstance(codec, str) and any(is_lowrank(spec) for _, spec in _parts(codec))
+
+
+def _is_rules(text: str) -> bool:
+    name, equals, _ = text.partition("=")
+    return bool(equals) and ":" not in name  # in a codec an '=' comes only after its ':'
+
+
+def _parts(text: str) -> list[tuple[str, str]]:
+    """(pattern, codec) of each rule. A codec alone has no pattern."""
+    if not _is_rules(text):
+        return [("", text.strip())]
+    split = (rule.partition("=") for rule in text.split(";"))
+    return [(pattern.strip(), spec.strip()) for pattern, _, spec in split]
+
+
+def without_lowrank(rules: str, codec: str = "fp32") -> str:
+    """The rules with another codec in the place of every lowrank."""
+    return ";".join(f"{pattern}={codec if is_lowrank(spec) else spec}" for pattern, spec in _parts(rules))
+
+
+def chosen_by(rules: str, tensors: Iterable[tuple[str, int, int]]) -> "list[_core.Codec | LowRank]":
+    """The codec of each tensor: (name, dimensions, elements)."""
+    each = [
+        (None if pattern == "*" else _core.Rules(f"{pattern}=fp16;*=fp32"), codec_of(spec))
+        for pattern, spec in _parts(rules)
+    ]
+    return [
+        next(codec for rule, codec in each if rule is None or str(rule.codec_for(*tensor)) == "fp16")
+        for tensor in tensors
+    ]
+
+
+def lowrank_rules_of(codec: str, min_elements: int) -> str:
+    """As rules_of, for a hook that knows lowrank."""
+    parts = _parts(codec)
+    specs = [str(LowRank.parse(spec)) if is_lowrank(spec) else None for _, spec in parts]
+    if not _is_rules(codec):
+        return rules_of("fp32", min_elements).rpartition("=")[0] + f"={specs[0]}"
+    known = _parts(rules_of(without_lowrank(codec), min_elements))
+    return ";".join(f"{pattern}={mine or spec}" for mine, (pattern, spec) in zip(specs, known))
 
 
 def rules_of(codec: Any, min_elements: int, field: str = "codec") -> str:
@@ -23,8 +73,7 @@ def rules_of(codec: Any, min_elements: int, field: str = "codec") -> str:
         )
     text = str(codec)
     refuse(text, field)
-    name, equals, _ = text.partition("=")
-    if equals and ":" not in name:  # in a codec an '=' comes only after its ':'
+    if _is_rules(text):
         return written_out(str(_core.Rules(text)))
     small = f"<{min_elements}=fp32;" if min_elements > 0 else ""
     return f"1d=fp32;{small}*={_core.Codec(text)}"
@@ -35,12 +84,12 @@ def written_out(rules: str) -> str:
     return rules if ";" in rules else f"*={rules}"
 
 
-def with_codec(rules: str, chosen: Callable[["_core.Codec"], bool], codec: str) -> str:
+def with_codec(rules: str, chosen: Callable[["_core.Codec | LowRank"], bool], codec: str) -> str:
     """The rules with `codec` in the place of every codec that is `chosen`."""
     changed = []
     for rule in rules.split(";"):
         pattern, _, spec = rule.partition("=")
-        changed.append(f"{pattern}={codec}" if chosen(_core.Codec(spec)) else rule)
+        changed.append(f"{pattern}={codec}" if chosen(codec_of(spec)) else rule)
     return ";".join(changed)
 
 
@@ -59,11 +108,11 @@ def by_whole(rules: str, tensors: Iterable[tuple[str, int, int, int]]) -> str:
 
 def check_patterns(rules: str, names: Iterable[str], what: str, field: str = "codec") -> None:
     """Refuses a pattern that matches no name: it is misspelled, or written for another model. Patterns by dimension and
-    by size ("1d", "<1024") are not about names, and need not match."""
+    by size ("1d", "2d", "<1024") are not about names, and need not match."""
     names = list(names)
     for rule in rules.split(";"):
         pattern = rule.partition("=")[0].strip()
-        if pattern in ("1d", "*") or pattern.startswith("<"):
+        if pattern in ("1d", "2d", "*") or pattern.startswith("<"):
             continue
         alone = _core.Rules(f"{pattern}=fp16;*=fp32")
         if not any(str(alone.codec_for(name, 2, 1)) == "fp16" for name in names):

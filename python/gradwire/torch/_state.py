@@ -13,6 +13,12 @@ Where Adam's momentum is exchanged (_adam.py) residuals are in units of the upda
               "counts": {parameter: int64 tensor of 4}},   # steps, updates of s, of q, of s at the last pooling
      "ranks": {"2": {..., "q": {parameter: tensor}, "s": {parameter: tensor}, "levels": {parameter: tensor}}}
 
+With lowrank (_lowrank.py) the residuals of matrices stand among those of gradients, in the order of memory, and there
+are the bases of the next step, which are the same on all ranks:
+
+     "lowrank": {"p": {parameter: tensor of r x n},        # with alternate=on
+                 "q": {parameter: tensor of r x m}}
+
 On nodes of several ranks residuals are those of pieces (_node_bucket.py), and each place in a node learns for itself:
 
      "nodes": "2 x 4",                                     # 2 nodes of 4 ranks
@@ -90,6 +96,7 @@ def save(hook: "DdpHook", gather: str | None) -> State:
     feedback = hook._model.state()
     ranks = {position: ranks_part(feedback, dtype)}
     learned = {_learned_key(per_node, place, name): extra for name, extra in feedback.extra().items()}
+    ranks[position]["up"] |= hook._own_residuals()
     momentum = hook._momentum
     if momentum is not None:
         ranks[position] |= own_moments(momentum)
@@ -113,6 +120,7 @@ def save(hook: "DdpHook", gather: str | None) -> State:
         state["nodes"] = f"{nodes} x {per_node}"
     if momentum is not None:
         state["adam"] = adam_part(momentum)
+    state |= hook._own_state()
     if gather == "merged" and per_node > 1:
         state["world"], state["ranks"] = 1, {"0": _pieces_together(hook, ranks, nodes, per_node, dtype)}
         state["learned"] = byte_tensors(feedback.extra())
@@ -205,7 +213,7 @@ def merged(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> State:
     for name, values in merged["learned"].items():
         if not isinstance(name, str):
             raise UsageError(f"the state is damaged: {name!r} is not the name of a codec", field="learned")
-        _tensor(values, f"what codecs have learned for '{name}'", name)
+        check_tensor(values, f"what codecs have learned for '{name}'", name)
         if values.dtype != torch.uint8 or values.dim() != 1:
             raise UsageError(f"the state is damaged: what codecs have learned for '{name}' is not bytes", field=name)
     return merged
@@ -216,7 +224,7 @@ def _adam_counters(adam: Any) -> State:
         raise UsageError("the state is damaged: 'adam' has no counts by parameter name", field="adam")
     counts = {}
     for name, values in adam["counts"].items():
-        _tensor(values, f"the counts of parameter '{name}'", str(name))
+        check_tensor(values, f"the counts of parameter '{name}'", str(name))
         if values.dtype != torch.int64 or values.shape != (4,) or bool((values < 0).any()):
             raise UsageError(
                 f"the state is damaged: the counts of parameter '{name}' are not 4 numbers, 0 or more", field=str(name)
@@ -241,7 +249,7 @@ def _number(value: Any, field: str, least: int) -> int:
     return value
 
 
-def _tensor(values: Any, what: str, name: str) -> None:
+def check_tensor(values: Any, what: str, name: str) -> None:
     dense = isinstance(values, torch.Tensor) and values.layout == torch.strided
     if not dense or values.is_meta or values.is_quantized:
         raise UsageError(f"the state is damaged: {what} is not a dense tensor", field=name)
@@ -263,7 +271,7 @@ def _residuals(rank: Any, part: Any) -> State:
                     f"the state is damaged: '{name}' is not the name of a {direction} residual", field="ranks"
                 )
             what = f"{direction} of" if direction in ("q", "s", "levels") else f"the {direction} residual of"
-            _tensor(values, f"{what} parameter '{name}' of rank {rank}", name)
+            check_tensor(values, f"{what} parameter '{name}' of rank {rank}", name)
             if not values.is_floating_point() or not bool(torch.isfinite(values).all()):
                 raise UsageError(
                     f"{what} parameter '{name}' of rank {rank} is not finite: it contains a NaN or an Inf",
@@ -331,7 +339,7 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     position = str(node * per_node + place)
     dtype = dtype_name(hook._options["residual"])
 
-    def prepare() -> tuple[tuple[State, State, "_core.ModelCoder"], list[tuple[str, str]]]:
+    def prepare() -> tuple[tuple[State, State, State, "_core.ModelCoder"], list[tuple[str, str]]]:
         whole = merged(state)
         ranks, then = whole["ranks"], (whole["world"], 1)
         if whole.get("nodes") is not None:
@@ -360,6 +368,7 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
             part["q"] = {}
             part |= {kind: _mean_of_ranks(ranks, kind) if "adam" in whole else {} for kind in ("s", "levels")}
         adam = adam_for(hook._momentum, whole, part)
+        own, own_terms = hook._take_own(whole, part, adam["taken"])
         # Only a codec can say whether what it has learned makes sense. It says so to a coder of its own, so that a
         # state that is refused changes nothing.
         model = hook._fresh_model(adam["taken"])
@@ -381,13 +390,15 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
         handshake = {"step": whole["step"], "world": whole["world"], "nodes": then, "exempt": whole["exempt"]}
         if then[1] == 1:  # otherwise a rank may have what its own place has learned, and no more
             handshake["learned"] = learned
-        return (whole, adam, model), [(field, str(value)) for field, value in (handshake | adam_terms(adam)).items()]
+        terms = [(field, str(value)) for field, value in (handshake | adam_terms(adam)).items()]
+        return (whole, adam, own, model), terms + own_terms
 
-    whole, adam, model = agreed(hook._group, "load_state_dict", refusing(prepare), hook._timeout)
+    whole, adam, own, model = agreed(hook._group, "load_state_dict", refusing(prepare), hook._timeout)
     hook.step = whole["step"]
     hook._meters.steps = hook.step
     hook._meters.exempt = [hook._names.index(name) for name in whole["exempt"]]
     hook._replace_model(model)
+    hook._restore_own(own)
     hook._warm = hook._is_warm(adam["taken"])
     if hook._momentum is not None:
         hook._momentum.restore(adam)

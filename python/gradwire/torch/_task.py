@@ -163,6 +163,7 @@ class CodingTask(StagedTask):
         self.tensors = tensors
         self._make = lambda: _core.BucketCoder(model, tensors, core_device(device, self.stream, threads), chunk, chunks)
         self._coder: "_core.BucketCoder | None" = None
+        self.pointers: list[int] = []  # of the tensors, which are encoded and then replaced by the result
 
     @property
     def coder(self) -> "_core.BucketCoder":
@@ -196,3 +197,26 @@ class CodingTask(StagedTask):
             rows[:rank].copy_(rows[rank].expand(rank, -1))
             rows[rank + 1 :].copy_(rows[rank].expand(world - rank - 1, -1))
         return send, [slots[rank]] * world, slots
+
+    def unload(self) -> None:
+        """Lets go of what the step was about, where the next one has other buffers."""
+
+    # The phases of a BucketTask that are the same for all.
+
+    def reduce(self, received: torch.Tensor) -> Exchange | None:
+        with self.on_stream():
+            with self.measure("decode", "down"):
+                here = self.to_device("up", received)
+                if not self.coder.down_recv:  # method="gather"
+                    self.coder.decode_up(here.data_ptr(), here.numel(), self.pointers)
+                    return None
+                self.coder.decode_up(here.data_ptr(), here.numel())
+            with self.measure("encode", "down"):
+                send, slots, answers = self.encode_down([])
+            return self.exchange("down", send, slots, answers)
+
+    def decode_answer(self, received: torch.Tensor | None) -> None:
+        if received is not None:
+            with self.measure("decode", "end"):
+                here = self.to_device("down", received)
+                self.coder.decode_down(here.data_ptr(), here.numel(), self.pointers)
