@@ -6,10 +6,13 @@ metric means.
     python3 bench/gpu_steps.py host                      one rank, NCCL, a GPU
     python3 bench/gpu_steps.py learning --device cuda    four ranks that share a GPU, Gloo
     python3 bench/gpu_steps.py learning                  two ranks on the CPU, Gloo
+    python3 bench/gpu_steps.py momentum                  one rank, NCCL, a GPU
 
 host: a GPT of 10.7 million parameters in bf16 autocast with torch.compile, AdamW, a batch of 16 texts. Plain DDP and
 DDP with each codec take turns of a few steps in one process, so that a change of the machine's speed meets them alike.
 `host_us_per_bucket` is the time that Python and C++ spend in the communication hook for one bucket.
+
+momentum: AdamW with codecs that send gradients, and with the same codecs that send its momentum (optimizer=).
 
 learning: qsgd, optquant with few and with many fits, and dqsgd, which learns in every step, take turns step by step.
 """
@@ -45,13 +48,14 @@ SIZES = {  # layers, width, heads, context, batch
 class Training:
     """A model with its codec, or with none."""
 
-    def __init__(self, codec, size, device, compiled=False):
+    def __init__(self, codec, size, device, compiled=False, momentum=False):
         torch.manual_seed(1)
         layers, width, heads, context, batch = SIZES[size]
         model = GPT(layers, width, heads, context).to(device)
         self.ddp = DDP(torch.compile(model) if compiled else model)
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-4, fused=device == "cuda")
-        self.hook = gw.compress(self.ddp, codec) if codec != "none" else None
+        given = {"optimizer": self.optimizer, "warmup": 0} if momentum else {}
+        self.hook = gw.compress(self.ddp, codec, **given) if codec != "none" else None
         self.text = torch.randint(256, (batch, context), device=device)
         self.following = torch.randint(256, (batch, context), device=device)
         self.device = device
@@ -141,6 +145,24 @@ def profiled(training):
     pstats.Stats(profile).sort_stats("tottime").print_stats(45)
 
 
+def momentum(options, record):
+    torch.cuda.set_device(0)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        torch.set_float32_matmul_precision("high")
+        for codec in options.codec or ["onebit", "topk:ratio=0.03"]:
+            both = [Training(codec, "middle", "cuda", options.compile, one) for one in (True, False)]
+            for training in both:
+                training.timed_steps(20)
+            seconds = [[one.timed_steps(10) for one in both] for _ in range(options.rounds)]
+            ratio = statistics.median(ours / theirs for ours, theirs in seconds)
+            record.add("python3 bench/gpu_steps.py momentum", "momentum_over_gradients", ratio, "1", "<= 1.1",
+                       note=f"{codec}; a step of AdamW; median of {options.rounds} turns of 10 steps; NCCL, one rank")
+            for training in both:
+                training.ddp = training.hook = None
+        dist.destroy_process_group()
+
+
 LEARNING = {  # what is measured: its codec, and what it is compared with
     "qsgd:bits=4": None,
     "dqsgd:budget=4": "qsgd:bits=4",
@@ -196,7 +218,7 @@ def learning(options, record):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["host", "learning"])
+    parser.add_argument("what", choices=["host", "momentum", "learning"])
     parser.add_argument("--codec", action="append")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=20)
@@ -206,10 +228,10 @@ def main():
     parser.add_argument("--machine", help="its name in results.csv, if it is not this one")
     parser.add_argument("--dry-run", action="store_true", help="show the rows and append nothing")
     options = parser.parse_args()
-    device = "cuda" if options.what == "host" else options.device
-    name = f"{torch.cuda.get_device_name()}, torch {torch.__version__}" if options.what == "host" else None
+    device = "cuda" if options.what != "learning" else options.device
+    name = f"{torch.cuda.get_device_name()}, torch {torch.__version__}" if options.what != "learning" else None
     record = Rows(device, options.machine or name)
-    (host if options.what == "host" else learning)(options, record)
+    {"host": host, "momentum": momentum, "learning": learning}[options.what](options, record)
     record.append(options.dry_run)
 
 
