@@ -77,6 +77,35 @@ def test_gloo_with_several_ranks_on_a_gpu_gives_the_bits_of_the_cpu(ranks: Ranks
         assert all(equal(x, y) for x, y in zip(a[0], b[0])) and a[1:] == b[1:]
 
 
+def low_rank(rank: Rank, device: str, codec: str) -> Any:
+    ddp = DDP(Given().to(device), process_group=rank.group, bucket_cap_mb=0.1)
+    hook = gw.compress(ddp, codec)
+    results = []
+    for step in range(5):
+        gradients = given(rank, step, device)
+        if step == 3 and rank.rank == 0:
+            gradients[0][5, 7] = float("inf")
+        ddp.zero_grad()
+        ddp(gradients).backward()
+        results.append([p.grad.cpu() for p in ddp.parameters()])
+    return results, hook.stats()["skipped"]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("codec", [f"lowrank:bits={bits},alternate={way}" for bits in (8, 32) for way in ("on", "off")])
+def test_low_rank_on_a_gpu_is_nearly_that_of_a_cpu(ranks: Ranks, nccl: Ranks, backend: str, codec: str) -> None:
+    pool, world = (ranks, 3) if backend == "gloo" else (nccl, 1)
+    cpu, gpu = ranks.run(world, low_rank, "cpu", codec), pool.run(world, low_rank, "cuda:0", codec)
+    for (results, skipped), (others, also) in zip(cpu, gpu):
+        assert skipped == also == 1
+        for step, (a, b) in enumerate(zip(results, others)):
+            if step == 3:
+                assert bool(a[0].isnan().any()) and bool(b[0].isnan().any())
+            else:  # products are torch's; a number of a factor may be rounded to another of 8 bits
+                assert all(float((x - y).norm() / x.norm()) < 0.05 for x, y in zip(a, b))
+        assert all(torch.equal(a, b) for x, y in zip(others[:3], gpu[0][0]) for a, b in zip(x, y)), "ranks agree"
+
+
 def with_adam(rank: Rank, device: str, codec: str, down: str, fused: bool) -> Any:
     ddp = DDP(Given().to(device), process_group=rank.group, bucket_cap_mb=0.1)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3, fused=fused)

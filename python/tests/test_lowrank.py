@@ -5,7 +5,6 @@ what is refused. test_lowrank_state.py has checkpoints.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ import torch.distributed as dist
 from ranks import Rank, RankError, Ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
@@ -314,6 +315,22 @@ def test_warmup_is_exact_and_errors_are_measured(ranks: Ranks) -> None:
         assert outcome == [True, True, False, False, True]
 
 
+def scaled(rank: Rank) -> bool:
+    """A loss scale changes results by its factor, and residuals not at all."""
+    found = []
+    for scale in (1.0, 1024.0):
+        ddp, hook = made(rank, "lowrank:rank=2")
+        hook.set_loss_scale(scale)
+        for step in range(3):
+            got = results(ddp, [scale * one for one in drawn(rank, step)])
+        found.append([one / scale for one in got] + list(residuals(hook).values()))
+    return all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def test_a_loss_scale_is_no_part_of_residuals(ranks: Ranks) -> None:
+    assert all(ranks.run(2, scaled))
+
+
 def channels_last(rank: Rank) -> list[float]:
     net = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     ddp = DDP(net, process_group=rank.group)
@@ -396,6 +413,23 @@ def test_refused_by_name_on_all_ranks(ranks: Ranks, codec: str, options: dict[st
     assert len(error.value.errors) == 2 and all(words in told for _, told in error.value.errors.values())
 
 
+def sharded(rank: Rank) -> None:
+    mesh = DeviceMesh.from_group(rank.group, "cpu")
+    gw.compress(fully_shard(nn.Linear(64, 64), mesh=mesh), "lowrank:rank=2")
+
+
+def optimized(rank: Rank) -> None:
+    gw.QAdam(nn.Linear(64, 64).named_parameters(), codec="lowrank", group=rank.group)
+
+
+@pytest.mark.parametrize("where", [sharded, optimized])
+def test_fsdp_and_other_hooks_refuse_it_by_name(ranks: Ranks, where: Any) -> None:
+    with pytest.raises(RankError) as error:
+        ranks.run(2, where)
+    for kind, told in error.value.errors.values():
+        assert kind == "UnsupportedError" and "DistributedDataParallel only" in told
+
+
 def disagree(rank: Rank, what: str) -> None:
     # DDP compares shapes too, where it can; a matrix of as many elements passes there if it is replaced later.
     ddp = DDP(Given(), process_group=rank.group)
@@ -415,11 +449,10 @@ def changed(rank: Rank) -> list[str]:
     told = []
     for codec, other in (("lowrank:rank=2", "qsgd:bits=4"), ("qsgd:bits=4", "lowrank:rank=2")):
         _, hook = made(rank, codec)
-        with contextlib.suppress(StopIteration):
-            try:
-                hook.set_codec(other)
-            except gradwire.UnsupportedError as error:
-                told.append(str(error))
+        try:
+            hook.set_codec(other)
+        except gradwire.UnsupportedError as error:
+            told.append(str(error))
     return told
 
 

@@ -73,6 +73,14 @@ def taint(values: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack([one.float() for one in torch._foreach_norm(list(values), math.inf)]).mul_(0.0)
 
 
+def taints(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same for each matrix of each stack, to be added to it."""
+    if not stacks:
+        return []
+    found = taint(one for stack in stacks for one in stack.unbind())
+    return [some.view(-1, 1, 1) for some in found.split([len(stack) for stack in stacks])]
+
+
 class FactorGroup:
     """The matrices of one shape and one codec, `parameters` of the model, as stacks."""
 

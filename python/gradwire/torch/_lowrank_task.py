@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Callable, Sequence
 import torch
 
 from ._chunks import used_flags
-from ._lowrank import Run, orthonormal, taint
+from ._lowrank import Run, orthonormal, taint, taints
 from ._task import CodingTask
 from ._transport import Exchange
 
@@ -77,36 +77,23 @@ class FactorTask(CodingTask):
 
     def conclude(self) -> None:
         """From the means of values: the residuals, the results and the next bases."""
-        chosen = [at for at, value in enumerate(self.is_value) if value]
-        stacks = [self._x(self.runs[at], self.is_p[at]) for at in chosen]
-        for at, stack in zip(chosen, stacks):
-            run, p = self.runs[at], self.is_p[at]
-            group, own = run.group, group_own(run, p)
-            found = taint(stack.unbind()).view(-1, 1, 1)
+        values = [(run, p) for run, p, value in zip(self.runs, self.is_p, self.is_value) if value]
+        stacks = [self._x(run, p) for run, p in values]
+        for (run, p), stack, found in zip(values, stacks, taints(stacks)):
+            group = run.group
             if not group.codec.alternate:
                 found.add_(run.cut(group.taint))
             self.hook._taints.append(found.sum())
             stack.add_(found)
             self.hook._measure_before(run)
-            if p:
-                run.subtract(own, group.q)
-                left, right = group.x_p, group.q
-            else:
-                run.subtract(group.p, own)
-                left, right = group.p, group.x_q
+            run.subtract(*((group.own_p, group.q) if p else (group.p, group.own_q)))
             self.hook._measure_after(run)
+            left, right = (group.x_p, group.q) if p else (group.p, group.x_q)
             run.give(left, right, [self.hook._views[one] for one in run.parameters], self.hook._open_scale)
-        starts = [run.cut(run.group.p_start if p else run.group.q_start) for run, p in self._chosen(chosen)]
-        for (run, p), made in zip(self._chosen(chosen), orthonormal(stacks, starts)):
+        starts = [run.cut(run.group.p_start if p else run.group.q_start) for run, p in values]
+        for (run, p), made in zip(values, orthonormal(stacks, starts)):
             run.cut(run.group.new_p if p else run.group.new_q).copy_(made)
             self.hook._keep_idle(run)
-
-    def _chosen(self, places: Sequence[int]) -> list[tuple[Run, bool]]:
-        return [(self.runs[at], self.is_p[at]) for at in places]
-
-
-def group_own(run: Run, p: bool) -> torch.Tensor:
-    return run.group.own_p if p else run.group.own_q
 
 
 class FirstExchange(FactorTask):
@@ -191,12 +178,12 @@ class FirstExchange(FactorTask):
         """For the second exchange."""
         runs = [run for run, value in zip(self.runs, self.is_value) if not value]
         stacks = [run.cut(run.group.x_p) for run in runs]
-        for run, stack, made in zip(runs, stacks, orthonormal(stacks, [run.cut(run.group.p_start) for run in runs])):
-            run.cut(run.group.taint).copy_(taint(stack.unbind()).view(-1, 1, 1))
+        bases = orthonormal(stacks, [run.cut(run.group.p_start) for run in runs])
+        for run, found, made in zip(runs, taints(stacks), bases):
+            run.cut(run.group.taint).copy_(found)
             run.cut(run.group.p).copy_(made)
             run.project_q(run.group.p)
-            for one in self.hook._idle.intersection(run.parameters):
-                run.keep(one)
+            self.hook._keep_idle(run)
 
     def complete(self) -> None:
         """On the stream that has written the results."""
