@@ -156,7 +156,10 @@ def momentum(options, record):
                 training.timed_steps(20)
             seconds = [[one.timed_steps(10) for one in both] for _ in range(options.rounds)]
             ratio = statistics.median(ours / theirs for ours, theirs in seconds)
-            record.add("python3 bench/gpu_steps.py momentum", "momentum_over_gradients", ratio, "1", "<= 1.1",
+            command = shlex.join(
+                ["python3", "bench/gpu_steps.py", "momentum", *(["--no-compile"] * (not options.compile))]
+            )
+            record.add(command, "momentum_over_gradients", ratio, "1", "<= 1.1",
                        note=f"{codec}; a step of AdamW; median of {options.rounds} turns of 10 steps; NCCL, one rank")
             for training in both:
                 training.ddp = training.hook = None
