@@ -258,6 +258,27 @@ def test_half_precision_gradients(ranks: Ranks, dtype: torch.dtype) -> None:
         assert same and lost < (2e-3 if dtype == torch.float16 else 1e-2)
 
 
+def two_models(rank: Rank, way: str) -> list[bool]:
+    """Two models in one backward pass have the results that each has alone."""
+    codec = f"lowrank:rank=2,alternate={way}"
+    alone, (one, _), (other, _) = [made(rank, codec)[0] for _ in range(2)], made(rank, codec), made(rank, codec)
+    same = []
+    for step in range(5):
+        wanted = [results(ddp, drawn(rank, step + 50 * at)) for at, ddp in enumerate(alone)]
+        one.zero_grad()
+        other.zero_grad()
+        (one(*drawn(rank, step)) + other(*drawn(rank, step + 50))).backward()
+        for ddp, expected in zip((one, other), wanted):
+            same += [torch.equal(p.grad, e) for p, e in zip(ddp.parameters(), expected) if p.grad is not None]
+    return same
+
+
+@pytest.mark.parametrize("way", ["on", "off"])
+def test_two_models_in_one_backward_pass(ranks: Ranks, way: str) -> None:
+    for same in ranks.run(3, two_models, way):
+        assert len(same) == 40 and all(same)
+
+
 def accumulated(rank: Rank) -> bool:
     first, second = drawn(rank, 0), drawn(rank, 1)
     ddp, _ = made(rank, "lowrank:rank=2")

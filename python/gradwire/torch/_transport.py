@@ -11,7 +11,8 @@ buckets in the order in which they were submitted:
     `end`
 
 If the second exchange were started from a completion callback instead, its order would differ between ranks, and they
-would deadlock. For the same reason all hooks on one process group share one transport. With NCCL no thread is needed:
+would deadlock. For the same reason all hooks on one process group share one transport, and exchanges that follow from
+the results of others, and so are submitted by the thread "end", have a transport of their own (`purpose`). With NCCL no thread is needed:
 all work is enqueued on CUDA streams, on one group, in the order of the calls.
 
 A failure on one rank stays with its transport: every later bucket fails at once with the same message. The other ranks
@@ -94,8 +95,9 @@ class Transport:
         timeout: timedelta | None,
         name: str,
         layout: Layout | None = None,
+        purpose: str = "",
     ) -> None:
-        self.group, self.name, self.layout = group, name, layout
+        self.group, self.name, self.layout, self.purpose = group, name, layout, purpose
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.place, path = 0, f"gradwire/{name}"
         if layout is not None:
@@ -150,6 +152,7 @@ class Transport:
         device: torch.device,
         timeout: timedelta | None,
         layout: Layout | None = None,
+        purpose: str = "",
     ) -> "Transport":
         """A transport for one more hook. Collective.
 
@@ -161,7 +164,9 @@ class Transport:
                 stale.close()
             on_streams = _runs_on_streams(group, device)
             usable = [
-                t for t in cls._shared if t.group is group and t.on_streams == on_streams and t.layout == layout
+                t
+                for t in cls._shared
+                if t.group is group and t.on_streams == on_streams and (t.layout, t.purpose) == (layout, purpose)
             ]
             mine = usable[-1] if usable and timeout is None else None
             if mine is not None:
@@ -173,7 +178,7 @@ class Transport:
             return mine
         if mine is not None:
             mine.release()
-        made = cls(group, device, timeout, names[0][1], layout)
+        made = cls(group, device, timeout, names[0][1], layout, purpose)
         made._users = 1
         if timeout is None:
             cls._shared.append(made)
