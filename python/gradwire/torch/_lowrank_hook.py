@@ -152,7 +152,7 @@ class LowRankHook(DdpHook):
         if self._second_runs and not self._transport.on_streams:
             self._after = Transport.acquire(self._group, self._device, self._timeout, purpose="second exchanges")
             self._release_after = weakref.finalize(self, self._after.release)
-            self._release_after.atexit = False  # type: ignore[misc]
+            self._release_after.atexit = False
 
     def _ending_transport(self) -> Transport:
         return self._after if self._compresses else self._transport

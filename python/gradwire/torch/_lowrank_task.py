@@ -2,8 +2,8 @@
 """The exchanges of low-rank factors (_lowrank.py) as tasks of the transport. The first exchange is one for each of
 DDP's buckets: a factor of every matrix of the bucket, and beside them the parameters of the bucket that are sent
 exactly. The second one, with alternate=off, has the other factors of the whole model. It is submitted when the first
-exchange of the last bucket is done, to a transport of its own: there it comes in the same order on all ranks, also where
-another model hands over buckets meanwhile.
+exchange of the last bucket is done, to a transport of its own: there it comes in the same order on all ranks, also
+where another model hands over buckets meanwhile.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ buckets in the order in which they were submitted:
 
 If the second exchange were started from a completion callback instead, its order would differ between ranks, and they
 would deadlock. For the same reason all hooks on one process group share one transport, and exchanges that follow from
-the results of others, and so are submitted by the thread "end", have a transport of their own (`purpose`). With NCCL no thread is needed:
-all work is enqueued on CUDA streams, on one group, in the order of the calls.
+the results of others, and so are submitted by the thread "end", have a transport of their own (`purpose`). With NCCL no
+thread is needed: all work is enqueued on CUDA streams, on one group, in the order of the calls.
 
 A failure on one rank stays with its transport: every later bucket fails at once with the same message. The other ranks
 learn of it from the process group, when its time-out has passed or when the connection is closed.
