@@ -259,8 +259,8 @@ def test_half_precision_gradients(ranks: Ranks, dtype: torch.dtype) -> None:
 
 
 def two_models(rank: Rank, way: str) -> list[bool]:
-    """Two models in one backward pass have the results that each has alone. It begins with that of the second model, and
-    on rank 1 it goes on only when both exchanges of that are over; the other ranks hand over buckets meanwhile."""
+    """Two models in one backward pass have the results that each has alone. It begins with that of the second model,
+    and on rank 1 it goes on only when both exchanges of that are over; the other ranks hand over buckets meanwhile."""
     codec = f"lowrank:rank=2,alternate={way}"
     alone, (one, _), (other, hook) = [made(rank, codec)[0] for _ in range(2)], made(rank, codec), made(rank, codec)
     same = []
