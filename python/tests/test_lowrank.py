@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, RankError, Ranks
+from ranks import Rank, RankError, Ranks, eventually
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -256,6 +256,31 @@ def test_half_precision_gradients(ranks: Ranks, dtype: torch.dtype) -> None:
     # Results are rounded to the type of the gradients, which is not fed back, as with every codec.
     for same, lost in ranks.run(2, halves, dtype, "lowrank:rank=2,bits=8"):
         assert same and lost < (2e-3 if dtype == torch.float16 else 1e-2)
+
+
+def two_models(rank: Rank, way: str) -> list[bool]:
+    """Two models in one backward pass have the results that each has alone. It begins with that of the second model,
+    and on rank 1 it goes on only when both exchanges of that are over; the other ranks hand over buckets meanwhile."""
+    codec = f"lowrank:rank=2,alternate={way}"
+    alone, (one, _), (other, hook) = [made(rank, codec)[0] for _ in range(2)], made(rank, codec), made(rank, codec)
+    same = []
+    for step in range(5):
+        wanted = [results(ddp, drawn(rank, step + 50 * at)) for at, ddp in enumerate(alone)]
+        one.zero_grad()
+        other.zero_grad()
+        first = one(*drawn(rank, step))
+        if rank.rank == 1:
+            first.register_hook(lambda _, step=step: None if eventually(lambda: hook.step > step) else 1 / 0)
+        (first + other(*drawn(rank, step + 50))).backward()
+        for ddp, expected in zip((one, other), wanted):
+            same += [torch.equal(p.grad, e) for p, e in zip(ddp.parameters(), expected) if p.grad is not None]
+    return same
+
+
+@pytest.mark.parametrize("way", ["on", "off"])
+def test_two_models_in_one_backward_pass(ranks: Ranks, way: str) -> None:
+    for same in ranks.run(3, two_models, way):
+        assert len(same) == 40 and all(same)
 
 
 def accumulated(rank: Rank) -> bool:

@@ -518,29 +518,34 @@ class DdpHook(ReduceHook):
             for chunk in used:
                 chunk.precede(self._stream)
         self._check_results()
+        transport = self._ending_transport()
         self._model.end()
         sent = self._count_sent(used)
-        if self._meters.steps % 100 == 1 and not self._transport.on_streams:
-            self._choose_chunk_size(sent)
-        for exempt in self._step_done(self._transport):
+        if self._meters.steps % 100 == 1 and not transport.on_streams:
+            self._choose_chunk_size(sent, transport)
+        for exempt in self._step_done(transport):
             self._model.exempt(exempt)
         self.step += 1
         self._exposed.done(_streams.current(self._device) if self._stream is not None else None)
-        self._exposed.judge(self._transport.gather_everywhere, self.codec, dist.get_rank(self._group) == 0)
+        self._exposed.judge(transport.gather_everywhere, self.codec, dist.get_rank(self._group) == 0)
         if self._learns:
             self._is_taught.clear()
-            self._transport.later(self._learn)
+            transport.later(functools.partial(self._learn, transport))
 
-    def _learn(self) -> None:
+    def _learn(self, transport: Transport) -> None:
         """What codecs learn from a step, while the training goes on: the statistics of a GPU are waited for, gathered
         from all ranks and fitted. The next step begins with the result, so that every rank has it from the same step
         on."""
         try:
             stats = self._model.stats()
             if stats is not None:
-                self._model.learn(self._transport.pool_bytes(stats))
+                self._model.learn(transport.pool_bytes(stats))
         finally:
             self._is_taught.set()
+
+    def _ending_transport(self) -> Transport:
+        """The one whose thread ends the step."""
+        return self._transport
 
     def _check_results(self) -> None:
         """Before a step is decided: all ranks see the same results, and the core has checked them."""
@@ -554,11 +559,11 @@ class DdpHook(ReduceHook):
         self._times.step_done()
         return self._meters.step_done(transport)
 
-    def _choose_chunk_size(self, sent: int) -> None:
+    def _choose_chunk_size(self, sent: int, transport: Transport) -> None:
         """By the speed of the link, as the slowest rank sees it. How tensors are grouped changes no value, so this may
         depend on the clock. It must only be the same on all ranks, so all ranks decide from the same numbers."""
         mine = sent / (time.perf_counter() - self._began)
-        speeds = struct.unpack(f"{self._world}d", self._transport.gather_everywhere(struct.pack("d", mine)))
+        speeds = struct.unpack(f"{self._world}d", transport.gather_everywhere(struct.pack("d", mine)))
         self._chunk_elements = FINE_CHUNK if min(speeds) < SLOW else CHUNK
 
     # For the user.

@@ -13,6 +13,7 @@ Steps that are sent exactly, and those of the warm-up of an exchange of momentum
 from __future__ import annotations
 
 import functools
+import weakref
 import zlib
 from typing import Any, Mapping, Sequence
 
@@ -30,6 +31,7 @@ from ._lowrank import FactorGroup, Run
 from ._lowrank_spec import FACTOR_CODECS, NAME, LowRank, MatrixShape
 from ._lowrank_task import FirstExchange, SecondExchange
 from ._rules import chosen_by, has_lowrank, lowrank_rules_of, without_lowrank
+from ._transport import Transport
 
 _REFUSED = ("down", "method", "owner_feedback", "guard", "nodes")
 
@@ -144,6 +146,26 @@ class LowRankHook(DdpHook):
             f"'{self.codec}' has lowrank, which cannot be changed for another codec; call compress again", field="codec"
         )
 
+    def _connect(self) -> None:
+        super()._connect()
+        self._after = self._transport  # of second exchanges
+        if self._second_runs and not self._transport.on_streams:
+            self._after = Transport.acquire(self._group, self._device, self._timeout, purpose="second exchanges")
+            self._release_after = weakref.finalize(self, self._after.release)
+            self._release_after.atexit = False
+
+    def _ending_transport(self) -> Transport:
+        return self._after if self._compresses else self._transport
+
+    def remove(self) -> None:
+        super().remove()
+        if self._after is not self._transport:
+            self._release_after()
+
+    def _synchronize(self) -> None:
+        super()._synchronize()
+        self._after.check()
+
     def _watch_optimizers(self) -> None:
         """Every element of a low-rank result changes in every step, so second moments have no spikes by it."""
         if any(self._keeps_residual(one) for one in self._codecs(self.codec) if not isinstance(one, LowRank)):
@@ -231,7 +253,7 @@ class LowRankHook(DdpHook):
             return
         if self._second is None:
             self._second = SecondExchange(self)
-        self._transport.submit(self._second)
+        self._after.submit(self._second)
 
     def _fail_open(self, error: BaseException) -> None:
         for task in self._open:

@@ -2,7 +2,8 @@
 """The exchanges of low-rank factors (_lowrank.py) as tasks of the transport. The first exchange is one for each of
 DDP's buckets: a factor of every matrix of the bucket, and beside them the parameters of the bucket that are sent
 exactly. The second one, with alternate=off, has the other factors of the whole model. It is submitted when the first
-exchange of the last bucket is done, which is in the same order on all ranks.
+exchange of the last bucket is done, to a transport of its own: there it comes in the same order on all ranks, also
+where another model hands over buckets meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from ._chunks import used_flags
 from ._lowrank import Run, orthonormal, taint, taints
 from ._task import CodingTask
-from ._transport import Exchange
+from ._transport import Exchange, Transport
 
 if TYPE_CHECKING:
     from ._lowrank_hook import LowRankHook
@@ -29,8 +30,8 @@ class FactorTask(CodingTask):
     is_value: list[bool]  # whether the mean makes the result; otherwise its rows are only a basis
     passengers: list[torch.Tensor]
 
-    def __init__(self, hook: "LowRankHook", tensors: list[int]) -> None:
-        super().__init__(hook._factors, tensors, hook._transport, hook._device, hook._threads, hook._times)
+    def __init__(self, hook: "LowRankHook", tensors: list[int], transport: Transport) -> None:
+        super().__init__(hook._factors, tensors, transport, hook._device, hook._threads, hook._times)
         self.hook = hook
 
     def _x(self, run: Run, p: bool) -> torch.Tensor:
@@ -107,7 +108,7 @@ class FirstExchange(FactorTask):
         self.exact = [one for one in bucket if one in hook._passenger_at]
         self.bucket = bucket
         wired = [hook._wired(one, p) for run, p in zip(self.runs, self.is_p) for one in run.parameters]
-        super().__init__(hook, wired + [hook._passenger_at[one] for one in self.exact])
+        super().__init__(hook, wired + [hook._passenger_at[one] for one in self.exact], hook._transport)
         self.settle: Callable[[], None] | None = None
         self.beside: Sequence[CodingTask] = []  # of the same bucket, with other codecs
         self.used: torch.Tensor | None = None  # which gradients are not zero, where they were replaced since
@@ -206,7 +207,7 @@ class SecondExchange(FactorTask):
     def __init__(self, hook: "LowRankHook") -> None:
         self.runs, self.passengers = hook._second_runs, []
         self.is_p, self.is_value = [False] * len(self.runs), [True] * len(self.runs)
-        super().__init__(hook, [hook._wired(one, False) for run in self.runs for one in run.parameters])
+        super().__init__(hook, [hook._wired(one, False) for run in self.runs for one in run.parameters], hook._after)
 
     def start(self) -> Exchange | None:
         self.sent = 0

@@ -11,9 +11,11 @@ buckets in the order in which they were submitted:
                      statistics of codecs that learn, when the last bucket of a step is complete
 
 If the second exchange were started from a completion callback instead, its order would differ between ranks, and they
-would deadlock. For the same reason all hooks on one process group share one transport. With NCCL no thread is needed:
-all work is enqueued on CUDA streams, on one group, in the order of the calls. Only a codec that learns has a thread
-there, because learning waits for the GPU, and a group on Gloo, because NCCL's must not be used by two threads at once.
+would deadlock. For the same reason all hooks on one process group share one transport, and exchanges that follow from
+the results of others, and so are submitted by the thread "end", have a transport of their own (`purpose`). With NCCL no
+thread is needed: all work is enqueued on CUDA streams, on one group, in the order of the calls. Only a codec that
+learns has a thread there, because learning waits for the GPU, and a group on Gloo, because NCCL's must not be used by
+two threads at once.
 
 A failure on one rank stays with its transport: every later bucket fails at once with the same message. The other ranks
 learn of it from the process group, when its time-out has passed or when the connection is closed.
@@ -95,8 +97,9 @@ class Transport:
         timeout: timedelta | None,
         name: str,
         layout: Layout | None = None,
+        purpose: str = "",
     ) -> None:
-        self.group, self.name, self.layout = group, name, layout
+        self.group, self.name, self.layout, self.purpose = group, name, layout, purpose
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.place, path = 0, f"gradwire/{name}"
         if layout is not None:
@@ -111,6 +114,7 @@ class Transport:
         self._pending: list[BucketTask] = []
         self._threads: list[threading.Thread] = []
         self._queues: list[_Queue]
+        self._due: list[Callable[[], None]] = []  # by the thread "end", when the task that it is at has ended
         self._after: _Queue | None = None  # of the thread that learns, on streams
         self._pool: Any = None  # the group of that thread
         # What was begun on a group, and perhaps never waited for. Each list is changed by one thread only.
@@ -154,6 +158,7 @@ class Transport:
         device: torch.device,
         timeout: timedelta | None,
         layout: Layout | None = None,
+        purpose: str = "",
     ) -> "Transport":
         """A transport for one more hook. Collective.
 
@@ -165,7 +170,9 @@ class Transport:
                 stale.close()
             on_streams = _runs_on_streams(group, device)
             usable = [
-                t for t in cls._shared if t.group is group and t.on_streams == on_streams and t.layout == layout
+                t
+                for t in cls._shared
+                if t.group is group and t.on_streams == on_streams and (t.layout, t.purpose) == (layout, purpose)
             ]
             mine = usable[-1] if usable and timeout is None else None
             if mine is not None:
@@ -177,7 +184,7 @@ class Transport:
             return mine
         if mine is not None:
             mine.release()
-        made = cls(group, device, timeout, names[0][1], layout)
+        made = cls(group, device, timeout, names[0][1], layout, purpose)
         made._users = 1
         if timeout is None:
             cls._shared.append(made)
@@ -304,6 +311,8 @@ class Transport:
             self._pending.remove(task)
         except BaseException as error:
             self._fail(task, error)
+        while self._due:
+            self._due.pop(0)()
 
     def _begin(self, exchange: Exchange, group: Any, phase: str) -> "dist.Work":
         work = exchange.begin(group)
@@ -335,7 +344,8 @@ class Transport:
                 self.failure = self.failure or error
 
         if not self.on_streams:
-            self._queues[-1].put(guarded)  # behind the end of the task that calls
+            # At once when the task that calls has ended: the order of what uses the group `end` is that of the tasks.
+            self._due.append(guarded)
             return
         with self._lock:
             if self._after is None:
