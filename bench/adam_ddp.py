@@ -55,7 +55,8 @@ ROWS = {  # label: what it is, options of compress
     "1-bit adam": None,
     **{f"{codec} momentum": (codec, MOMENTUM) for codec in (
         "casq:bits=2", "fft:theta=0.85", "onebit", "topk:ratio=0.03", "optquant:bits=2,mode=biased", "optquant:bits=3",
-        "dqsgd:budget=3", "optquant:bits=2", "qsgd:bits=3", "lowrank:rank=4", "topk:ratio=0.03,bits=2")},
+        "dqsgd:budget=3", "optquant:bits=2", "qsgd:bits=3", "topk:ratio=0.03,bits=2")},
+    "lowrank:rank=4 momentum": ("lowrank:rank=4", {**MOMENTUM, "feedback": True}),
     **{f"{codec} gradients": (codec, {}) for codec in (
         "qsgd:bits=3", "optquant:bits=3", "dqsgd:budget=3", "optquant:bits=2", "onebit", "topk:ratio=0.03")},
     **{f"{codec} gradients, exact first": (codec, EXACT_FIRST) for codec in (

@@ -386,6 +386,8 @@ def adam(rank: Rank, codec: str) -> list[Any]:
     ddp = DDP(net, process_group=rank.group)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
     hook = gw.compress(ddp, codec, optimizer=optimizer, warmup=10)
+    assert hook.stats()["optimizer"] == {"exchange": "gradients"}  # few directions describe them better
+    hook = gw.compress(ddp, codec, optimizer=optimizer, feedback=True, warmup=10)
     losses = []
     for step in range(60):
         x = torch.randn(32, 32, generator=torch.Generator().manual_seed(97 * step + rank.rank))

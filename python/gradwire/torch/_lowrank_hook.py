@@ -166,6 +166,12 @@ class LowRankHook(DdpHook):
         super()._synchronize()
         self._after.check()
 
+    def _wants_momentum(self, up: str) -> bool:
+        """Momentum in units of the update is described less well by few directions than gradients are, so lowrank has
+        it only where a user asks for it."""
+        codecs = [one for one in self._codecs(up) if self._feedback or not isinstance(one, LowRank)]
+        return any(self._keeps_residual(one) for one in codecs)
+
     def _watch_optimizers(self) -> None:
         """Every element of a low-rank result changes in every step, so second moments have no spikes by it."""
         if any(self._keeps_residual(one) for one in self._codecs(self.codec) if not isinstance(one, LowRank)):
