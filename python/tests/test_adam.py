@@ -530,3 +530,23 @@ def test_pooled_bytes_are_counted(ranks: Ranks) -> None:
         pooled = stats["optimizer"]["pool_bytes"]
         assert sent[9] - plain == pooled // 10 and pooled // 10 in (2 * elements, 4 * elements)
         assert stats["all_steps"]["bytes"] == sum(sent)
+
+
+def convolution(rank: Rank, memory_format: torch.memory_format) -> torch.Tensor:
+    torch.manual_seed(0)
+    net = nn.Conv2d(8, 16, 3, bias=False).to(memory_format=memory_format)  # type: ignore[call-overload]
+    ddp = DDP(net, process_group=rank.group)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    gw.compress(ddp, optimizer=optimizer, warmup=0, **EXACT)
+    for step in range(6):
+        x = torch.randn(4, 8, 9, 9, generator=torch.Generator().manual_seed(10 * step + rank.rank))
+        optimizer.zero_grad()
+        (ddp(x) * torch.linspace(-1, 1, 16)[:, None, None]).square().sum().backward()
+        optimizer.step()
+    return net.weight.detach().contiguous()
+
+
+def test_the_memory_format_changes_nothing(ranks: Ranks) -> None:
+    plain = ranks.run(2, convolution, torch.contiguous_format)
+    for a, b in zip(plain, ranks.run(2, convolution, torch.channels_last)):
+        assert torch.allclose(a, b, atol=1e-5), "Adam's moments belong to the elements of a parameter, not to places"

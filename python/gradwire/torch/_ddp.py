@@ -436,7 +436,7 @@ class DdpHook(ReduceHook):
             if bucket.index() == 0:
                 self._momentum.begin(self._scale())
             used = used_flags(gradients) if self._searches_unused() else None
-            self._momentum.put(tensors, gradients)
+            self._momentum.put(tensors, self._as_parameters(tensors, gradients))
         keys = split(
             tensors, self._meters.elements, self._model, 0 if self._transport.on_streams else self._chunk_elements
         )
@@ -447,7 +447,8 @@ class DdpHook(ReduceHook):
                 self._chunks[key] = Chunk(self, *key)
         chunks = [self._chunks[key] for key in keys]
         if self._momentum is not None:
-            chunks[-1].settle = functools.partial(self._settle, chunks, tensors, gradients)
+            shaped = self._as_parameters(tensors, gradients)
+            chunks[-1].settle = functools.partial(self._settle, chunks, tensors, shaped)
         for key, chunk in zip(keys, chunks):
             at = tensors.index(key[0][0])
             chunk.used = used[at : at + len(key[0])] if used is not None else None
@@ -461,6 +462,18 @@ class DdpHook(ReduceHook):
             self._transport.submit(chunk)
         if self._momentum is not None and bucket.is_last():
             self._momentum.end()
+
+    def _as_parameters(self, tensors: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of a bucket element by element as their parameters. They stand in the memory order of these,
+        and DDP shows them as contiguous."""
+        shaped = []
+        for tensor, gradient in zip(tensors, gradients):
+            like = self._parameters[tensor]
+            by_stride = sorted(range(like.dim()), key=lambda d: -like.stride()[d])
+            if not like.is_contiguous() and like.permute(by_stride).is_contiguous():
+                gradient = gradient.as_strided(like.shape, like.stride(), gradient.storage_offset())
+            shaped.append(gradient)
+        return shaped
 
     def _check_layout(self, buffer: torch.Tensor) -> None:
         if buffer.layout != torch.strided:

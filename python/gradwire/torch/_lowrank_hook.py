@@ -197,7 +197,7 @@ class LowRankHook(DdpHook):
             if first:
                 self._momentum.begin(self._scale())
             used = used_flags(gradients) if self._searches_unused() else None
-            self._momentum.put(tensors, gradients)
+            self._momentum.put(tensors, self._as_parameters(tensors, gradients))
         parity = self.step % 2
         if first and not any(known == tensors for known, _ in self._first):
             self._forget_chunks()  # DDP has rebuilt its buckets
@@ -207,7 +207,8 @@ class LowRankHook(DdpHook):
         task.beside = self._send_others(buffer, dict(zip(tensors, gradients)), used, tensors, first)
         task.used = used
         if self._momentum is not None:
-            task.settle = functools.partial(self._momentum.settle, tensors, gradients)
+            shaped = self._as_parameters(tensors, gradients)
+            task.settle = functools.partial(self._momentum.settle, tensors, shaped)
         task.load(buffer, gradients, first and not task.beside, last, done)
         self._open.append(task)
         self._transport.submit(task)
