@@ -532,12 +532,12 @@ def test_pooled_bytes_are_counted(ranks: Ranks) -> None:
         assert stats["all_steps"]["bytes"] == sum(sent)
 
 
-def convolution(rank: Rank, memory_format: torch.memory_format) -> torch.Tensor:
+def convolution(rank: Rank, memory_format: torch.memory_format, options: dict[str, Any]) -> torch.Tensor:
     torch.manual_seed(0)
     net = nn.Conv2d(8, 16, 3, bias=False).to(memory_format=memory_format)  # type: ignore[call-overload]
     ddp = DDP(net, process_group=rank.group)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-    gw.compress(ddp, optimizer=optimizer, warmup=0, **EXACT)
+    gw.compress(ddp, optimizer=optimizer, warmup=0, **EXACT, **options)
     for step in range(6):
         x = torch.randn(4, 8, 9, 9, generator=torch.Generator().manual_seed(10 * step + rank.rank))
         optimizer.zero_grad()
@@ -546,7 +546,8 @@ def convolution(rank: Rank, memory_format: torch.memory_format) -> torch.Tensor:
     return net.weight.detach().contiguous()
 
 
-def test_the_memory_format_changes_nothing(ranks: Ranks) -> None:
-    plain = ranks.run(2, convolution, torch.contiguous_format)
-    for a, b in zip(plain, ranks.run(2, convolution, torch.channels_last)):
+@pytest.mark.parametrize("world, options", [(2, {}), (4, {"nodes": 2})])
+def test_the_memory_format_changes_nothing(ranks: Ranks, world: int, options: dict[str, Any]) -> None:
+    plain = ranks.run(world, convolution, torch.contiguous_format, options)
+    for a, b in zip(plain, ranks.run(world, convolution, torch.channels_last, options)):
         assert torch.allclose(a, b, atol=1e-5), "Adam's moments belong to the elements of a parameter, not to places"

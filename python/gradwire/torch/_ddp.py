@@ -469,9 +469,10 @@ class DdpHook(ReduceHook):
         shaped = []
         for tensor, gradient in zip(tensors, gradients):
             like = self._parameters[tensor]
-            by_stride = sorted(range(like.dim()), key=lambda d: -like.stride()[d])
-            if not like.is_contiguous() and like.permute(by_stride).is_contiguous():
-                gradient = gradient.as_strided(like.shape, like.stride(), gradient.storage_offset())
+            if not like.is_contiguous():
+                strides = like.stride()
+                if like.permute(sorted(range(like.dim()), key=strides.__getitem__, reverse=True)).is_contiguous():
+                    gradient = gradient.as_strided(like.shape, strides, gradient.storage_offset())
             shaped.append(gradient)
         return shaped
 

@@ -54,6 +54,7 @@ class NodeBucket(StagedTask):
         self.flag = torch.zeros(1, dtype=torch.float32, device=self.device)
         self.idle: list[int] = []
         self.used: torch.Tensor | None = None  # which gradients are not zero, where they were replaced since
+        self.shaped: list[torch.Tensor] = []  # the gradients element by element as their parameters
         self.chunks: Sequence[Chunk] = []
         self.future: "torch.futures.Future[torch.Tensor] | None" = None
 
@@ -151,7 +152,7 @@ class NodeBucket(StagedTask):
                     theirs.copy_(ours)
                 self.flag.copy_(rows[:, self._row].float().sum().reshape(1))
                 if self.hook._momentum is not None:
-                    self.hook._momentum.settle(self.tensors, self.gradients)
+                    self.hook._momentum.settle(self.tensors, self.shaped)
             if self.last:
                 self.hook._end(self.hook._used)
             if self.future is not None:

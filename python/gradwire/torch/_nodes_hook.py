@@ -122,7 +122,7 @@ class NodesHook(DdpHook):
             if bucket.index() == 0:
                 self._momentum.begin(self._scale())
             used = used_flags(gradients) if self._searches_unused() else None
-            self._momentum.put(tensors, gradients)
+            self._momentum.put(tensors, self._as_parameters(tensors, gradients))
         here = tuple(tensor for tensor in tensors if self._meters.elements[tensor])
         keys = []
         if here:
@@ -139,6 +139,7 @@ class NodesHook(DdpHook):
         inside.chunks = [self._chunks[key] for key in keys]
         inside.load(buffer, gradients, bucket.index() == 0, bucket.is_last(), done)
         inside.used = used
+        inside.shaped = self._as_parameters(tensors, gradients) if self._momentum is not None else []
         self._transport.submit(Scatter(inside))
         for chunk in inside.chunks:
             chunk.load(inside.shard, [inside.piece(tensor) for tensor in chunk.tensors], False, False)

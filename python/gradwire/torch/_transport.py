@@ -120,7 +120,7 @@ class Transport:
         # What was begun on a group, and perhaps never waited for. Each list is changed by one thread only.
         self._begun: dict[str, list["dist.Work"]] = {"up": [], "down": [], "in": [], "out": []}
         timeout = timeout or timeout_of_group(group, self.device) or default_pg_timeout
-        self._make_pool = lambda: self._own_group(f"{path}/learn", self.rank, self.world, timeout, on_host=True)
+        self._path, self._time_out = path, timeout
         phases = ["up"] if self.on_streams else ["up", "down", "end"]
         groups = [self._own_group(f"{path}/{phase}", self.rank, self.world, timeout) for phase in phases]
         self.up, self.down, self.end = groups[0], groups[-1 if self.on_streams else 1], groups[-1]
@@ -362,7 +362,7 @@ class Transport:
         if not self.on_streams:
             return self.gather_bytes(mine)
         if self._pool is None:
-            self._pool = self._make_pool()
+            self._pool = self._own_group(f"{self._path}/learn", self.rank, self.world, self._time_out, on_host=True)
         return self._gathered(mine, self._pool, self.world, torch.device("cpu"))
 
     def check(self) -> None:
