@@ -237,6 +237,26 @@ def test_static_graph_bucket_views_and_compile(ranks: Ranks) -> None:
     assert all(ranks.run(2, variants))
 
 
+def learning(rank: Rank, places: list[int]) -> Any:
+    """Models that learn in every step, with their backward passes one into the other."""
+    models = [DDP(network(place), process_group=rank.group, bucket_cap_mb=0.02) for place in range(2)]
+    models = [models[place] for place in places]
+    hooks = [gw.compress(ddp, "dqsgd:budget=3", min_elements=0, measure_every=3) for ddp in models]
+    for step in range(12):
+        x, y = batch(rank, step)
+        for ddp in models:
+            ddp.zero_grad()
+        torch.stack([nn.functional.cross_entropy(ddp(x), y) for ddp in models]).sum().backward()
+    return [([p.grad.clone() for p in ddp.parameters()], hook.residual_hash()) for ddp, hook in zip(models, hooks)]
+
+
+def test_models_that_learn_at_the_same_time_learn_what_they_learn_alone(ranks: Ranks) -> None:
+    alone = [ranks.run(3, learning, [place]) for place in range(2)]
+    for rank, both in enumerate(ranks.run(3, learning, [0, 1])):
+        for place, (gradients, kept) in enumerate(both):
+            assert equal(gradients, alone[place][rank][0][0]) and kept == alone[place][rank][0][1]
+
+
 def two_models(rank: Rank) -> Any:
     a, optimizer_a, hook_a = prepared(rank, "qsgd:bits=4")
     b, optimizer_b, hook_b = prepared(rank, "onebit")
