@@ -3,7 +3,8 @@
 # The wheels of dist/ as users have them. Each is installed into a new virtual environment of its Python, where `gradwire
 # doctor` must work and a file must come back from encode and decode. With one Python, two ranks of DDP train for a few
 # steps with each kind of wheel. The same is done in a clean Debian, which debootstrap makes, where it is there and may
-# be used: a root without a compiler and without a package that the library links. Times are printed.
+# be used: a root without a compiler and without a package that the library links. A wheel for 64-bit Arm is run by qemu
+# with the Python of an arm64 Debian, where both are there: doctor, and all golden messages. Times are printed.
 #
 #   PYTHONS="python3.11 ..."     which Pythons to try; those on the PATH unless given
 #   TORCH_PACKAGE=torch==2.13.0  the torch of the DDP steps, from PyPI; OFF leaves them out
@@ -99,7 +100,8 @@ for entry in "${pythons[@]}"; do
     tried=$((tried + 1))
   done
 done
-((tried)) || fail "dist/ has no wheel for: ${pythons[*]}"
+arms=(dist/gradwire-*-cp311-*aarch64.whl)
+((tried || ${#arms[@]})) || fail "dist/ has no wheel for: ${pythons[*]}"
 
 # A clean Debian 12, whose Python is 3.11. It gets the wheel and what pip would fetch with it from a folder, so that it
 # needs no network.
@@ -136,6 +138,35 @@ elif [[ -z $debootstrap || $EUID != 0 ]] || ! command -v python3.11 >/dev/null |
 elif timed "debootstrap" "$debootstrap" --variant=minbase --include=python3,python3-venv bookworm "$work/root" \
   ${GRADWIRE_MIRROR:+"$GRADWIRE_MIRROR"}; then
   for wheel in "${rooted[@]}"; do try_root "$wheel"; done
+fi
+
+# The Python 3.11 of Debian 12 for Arm, by qemu. The packages are unpacked and not installed, for which qemu would have
+# to be known to the kernel; so the libraries that alternatives would link are named.
+try_arm() {
+  local root=$work/arm wheel=$1 arm
+  rm -rf "$root/wheel"
+  timed "unpacking ${wheel##*/}" "$work/../tools/bin/python" -m wheel unpack --dest "$root/wheel" "$wheel" || return 0
+  arm=(env "PYTHONPATH=$(echo "$root"/wheel/gradwire-*)" PYTHONDONTWRITEBYTECODE=1
+    "LD_LIBRARY_PATH=$root/usr/lib/aarch64-linux-gnu/blas:$root/usr/lib/aarch64-linux-gnu/lapack"
+    "$qemu" -L "$root" "$root/usr/bin/python3.11")
+  timed "Arm by qemu: doctor" "${arm[@]}" -m gradwire doctor || return 0
+  grep '^SIMD' "$work/log"
+  timed "Arm by qemu: all golden messages" "${arm[@]}" tests/install/golden_messages.py tests/wire/golden || return 0
+  tail -n 1 "$work/log"
+}
+unpack_arm() {
+  local deb
+  "$debootstrap" --download-only --arch=arm64 --variant=minbase --include=python3-numpy bookworm "$work/arm" \
+    ${GRADWIRE_MIRROR:+"$GRADWIRE_MIRROR"} || return 1
+  for deb in "$work"/arm/var/cache/apt/archives/*.deb; do dpkg -x "$deb" "$work/arm" || return 1; done
+}
+qemu=$(command -v qemu-aarch64-static || command -v qemu-aarch64 || true)
+if ((${#arms[@]})); then
+  if [[ -z $qemu || -z $debootstrap || $EUID != 0 || ${ROOT:-ON} == OFF ]]; then
+    say "${arms[*]} not run: that takes qemu-user-static, debootstrap and root, and not ROOT=OFF"
+  elif timed "fetching a Debian for Arm" unpack_arm; then
+    for wheel in "${arms[@]}"; do try_arm "$wheel"; done
+  fi
 fi
 ((failed == 0)) || fail "something failed, see above"
 say "all that was tried works"

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Wheels of the Python package for Linux on x86-64, in dist/, for each Python: for the CPU and, where it is asked for,
-# with CUDA too. They need no compiler, no package of a distribution and no particular torch.
+# Wheels of the Python package for Linux, in dist/, for each Python: for the CPU and, where it is asked for, with CUDA
+# too. They need no compiler, no package of a distribution and no particular torch.
 #
 #   PYTHONS="python3.11 ..."   for which Pythons; those of 3.9 to 3.14 on the PATH unless given
 #   WHEELS="cpu cuda"          which kinds; `cpu` unless given
+#   ARCH=aarch64               for 64-bit Arm, compiled here on x86-64: CPU wheels alone; x86_64 unless given
 #   CUDA_ARCHITECTURES="90"    for which GPUs, as CMake writes them: 90 is machine code and PTX for sm_90, 90-real the
 #                              machine code alone; unless given, those of architectures() below
 #   JOBS=n                     compilers at a time
@@ -18,6 +19,9 @@ cd "$(dirname "$0")/.."
 here=$PWD
 work=build/wheels
 zig_glibc=2.28
+arch=${ARCH:-x86_64}
+suffix= # of the folders in $work
+[[ $arch == x86_64 ]] || suffix=-$arch
 tools=$here/$work/tools
 backend=$here/$work/backend
 declare -A limit=([cpu]=6 [cuda]=80) # MB
@@ -48,6 +52,8 @@ nvcc=$(command -v nvcc || true)
 kinds=${WHEELS:-cpu}
 for kind in $kinds; do [[ -n ${limit[$kind]:-} ]] || fail "WHEELS: $kind is unknown; allowed are cpu and cuda"; done
 [[ $kinds != *cuda* || -n $nvcc ]] || fail "no nvcc on the PATH: install the CUDA toolkit, or say WHEELS=cpu"
+[[ $arch == x86_64 || $arch == aarch64 ]] || fail "ARCH: $arch is unknown; allowed are x86_64 and aarch64"
+[[ $arch == x86_64 || $kinds != *cuda* ]] || fail "ARCH=$arch: there are CPU wheels alone; say WHEELS=cpu"
 command -v cmake ninja >/dev/null || fail "cmake and ninja are needed: sudo apt install cmake ninja-build"
 
 # The tools come from PyPI. Those that run inside each Python are pure Python and lie in one folder, with what they need
@@ -70,10 +76,10 @@ done
 
 # The compiler of the CPU wheel, as one word, which ccache and CMake want; written once, for ccache looks at its date.
 zig=$("$tools/bin/python" -c 'import os, ziglang; print(os.path.join(os.path.dirname(ziglang.__file__), "zig"))')
-compiler=$(printf '#!/bin/sh\nexec "%s" c++ -target x86_64-linux-gnu.%s "$@"' "$zig" "$zig_glibc")
-if [[ $(cat "$work/zig-c++" 2>/dev/null) != "$compiler" ]]; then
-  echo "$compiler" >"$work/zig-c++"
-  chmod +x "$work/zig-c++"
+compiler=$(printf '#!/bin/sh\nexec "%s" c++ -target %s-linux-gnu.%s "$@"' "$zig" "$arch" "$zig_glibc")
+if [[ $(cat "$work/zig-c++$suffix" 2>/dev/null) != "$compiler" ]]; then
+  echo "$compiler" >"$work/zig-c++$suffix"
+  chmod +x "$work/zig-c++$suffix"
 fi
 
 # Machine code for the GPUs of data centres and for the newest generation that this nvcc knows, which is there as PTX
@@ -95,26 +101,45 @@ architectures() {
   )
 }
 
-# build KIND PYTHON: the wheel as the backend makes it, in $work/KIND-raw. Kinds share no folder, so that two may be
-# built at the same time.
-build() {
-  local -a settings=("build-dir=$work/$1" cmake.define.GRADWIRE_FETCH=ON
+# For another processor the backend takes the platform, and CMake the end of the module's name, from the environment.
+# Python's headers are those of this machine: what they say about types is the same on both processors. Debian keeps
+# pyconfig.h in a folder that is named after the processor, so there is a link of the other name.
+cross() {
+  mkdir -p "$work/headers"
+  ln -sfn /usr/include/x86_64-linux-gnu "$work/headers/$arch-linux-gnu"
+  export CXXFLAGS="-idirafter $here/$work/headers"
+  export _PYTHON_HOST_PLATFORM=linux-$arch SETUPTOOLS_EXT_SUFFIX
+  SETUPTOOLS_EXT_SUFFIX=$("$1" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+  SETUPTOOLS_EXT_SUFFIX=${SETUPTOOLS_EXT_SUFFIX/x86_64/$arch}
+}
+
+# build KIND PYTHON: the wheel as the backend makes it, in $work/KIND-raw. Kinds and processors share no folder, so that
+# two may be built at the same time. It is a process of its own, for the environment of another processor's Python must
+# not reach the tools.
+build() (
+  local raw=$work/$1$suffix-raw
+  local -a settings=("build-dir=$work/$1$suffix" cmake.define.GRADWIRE_FETCH=ON
     cmake.define.CMAKE_TRY_COMPILE_CONFIGURATION=Release)
   if [[ $1 == cpu ]]; then
-    export CXX=$here/$work/zig-c++ CCACHE_COMPILERTYPE=clang
+    export CXX=$here/$work/zig-c++$suffix CCACHE_COMPILERTYPE=clang
     settings+=(cmake.define.GRADWIRE_CUDA=OFF)
   else
     export CXX=g++ CUDAHOSTCXX=g++
     unset CCACHE_COMPILERTYPE
     settings+=(cmake.define.GRADWIRE_CUDA=ON "cmake.define.CMAKE_CUDA_ARCHITECTURES=$(architectures)")
   fi
-  rm -rf "$work/$1-raw"
-  mkdir -p "$work/$1-raw"
+  if [[ $arch != x86_64 ]]; then # what CMake tries out is not linked: the first link takes ziglang minutes
+    cross "$2"
+    settings+=("cmake.define.CMAKE_CXX_COMPILER_TARGET=$arch-linux-gnu.$zig_glibc"
+      cmake.define.CMAKE_TRY_COMPILE_TARGET_TYPE=STATIC_LIBRARY)
+  fi
+  rm -rf "$raw"
+  mkdir -p "$raw"
   CMAKE_GENERATOR=Ninja CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)} PYTHONPATH=$backend "$2" -c '
 import sys
 from scikit_build_core.build import build_wheel
-build_wheel(sys.argv[1], dict(setting.split("=", 1) for setting in sys.argv[2:]))' "$work/$1-raw" "${settings[@]}"
-}
+build_wheel(sys.argv[1], dict(setting.split("=", 1) for setting in sys.argv[2:]))' "$raw" "${settings[@]}"
+)
 
 # A wheel with CUDA has the version 0.1.0+cu13: pip then tells the two apart, and replaces one by the other.
 label() {
@@ -134,9 +159,10 @@ label() {
 finish() {
   local made
   [[ $1 != cuda ]] || label "$(echo "$work/$1"-raw/*.whl)"
-  rm -rf "$work/$1-finished"
-  PATH=$tools/bin:$PATH "$tools/bin/auditwheel" repair --wheel-dir "$work/$1-finished" "$work/$1"-raw/*.whl
-  made=$(echo "$work/$1"-finished/*.whl)
+  rm -rf "$work/$1$suffix-finished"
+  PATH=$tools/bin:$PATH "$tools/bin/auditwheel" repair --wheel-dir "$work/$1$suffix-finished" \
+    "$work/$1$suffix"-raw/*.whl
+  made=$(echo "$work/$1$suffix"-finished/*.whl)
   "$tools/bin/auditwheel" show "$made"
   "$tools/bin/python" tools/check_wheel.py "$made" "${limit[$1]}"
   mv "$made" dist/
