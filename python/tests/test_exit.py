@@ -75,6 +75,20 @@ while transport() is not None:  # an exchange is under way that will never end
 print("dropped", flush=True)
 """
 
+LEARNING = """
+import os, sys, time, torch, torch.distributed as dist
+import gradwire.torch as gw
+from gradwire.torch._transport import Transport
+rank, port = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+hook = gw.compress(ddp, "dqsgd:budget=3", min_elements=0)
+pool = Transport.pool_bytes
+Transport.pool_bytes = lambda self, mine: (time.sleep(0.5), pool(self, mine), print("learned", flush=True))[1]
+ddp(torch.randn(4, 64)).sum().backward()
+hook.remove()  # the transport is closed, and its last thread is at work
+"""
+
 
 def ended(folder: Path, text: str, *arguments: str) -> bytes:
     """What rank 0 of two says before it ends."""
@@ -98,3 +112,7 @@ def test_a_process_that_ends_during_a_backward_pass_ends(tmp_path: Path, moment:
 
 def test_a_hook_that_has_failed_can_be_dropped(tmp_path: Path) -> None:
     assert ended(tmp_path, DROPPED) == b"dropped\n"
+
+
+def test_a_process_that_ends_while_a_codec_learns_ends_after_it(tmp_path: Path) -> None:
+    assert ended(tmp_path, LEARNING) == b"learned\n"

@@ -87,6 +87,7 @@ class Transport:
 
     _shared: list["Transport"] = []  # those that a new hook may share
     _every: "weakref.WeakSet[Transport]" = weakref.WeakSet()  # those that must end before the interpreter does
+    _running: list[threading.Thread] = []  # of all transports, gone ones included
     _lock = threading.RLock()  # a hook may be freed, and its transport released, in the middle of anything
     at_exit: list[Callable[[bool], None]] = []  # called last, with whether all backward passes have ended
 
@@ -112,7 +113,6 @@ class Transport:
         self._closed = False
         # Tasks under way. A task that is complete may be submitted again before it is taken off this list.
         self._pending: list[BucketTask] = []
-        self._threads: list[threading.Thread] = []
         self._queues: list[_Queue]
         self._due: list[Callable[[], None]] = []  # by the thread "end", when the task that it is at has ended
         self._after: _Queue | None = None  # of the thread that learns, on streams
@@ -134,9 +134,7 @@ class Transport:
             self._within = {"in": inside[0], "out": inside[-1]}
         self._queues = [] if self.on_streams else [queue.SimpleQueue() for _ in phases]
         for phase, tasks, after in zip(phases, self._queues, [*self._queues[1:], None]):
-            thread = threading.Thread(target=self._work, args=(tasks, after), name=f"gradwire {phase}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            self._start_thread(f"gradwire {phase}", tasks, after)
         Transport._every.add(self)
 
     def _own_group(self, name: str, rank: int, world: int, timeout: timedelta, on_host: bool = False) -> Any:
@@ -223,9 +221,10 @@ class Transport:
             for task in transport._pending[:]:
                 task.fail(transport.failure)
         left = not every or _leave_backward()
-        for transport in every:
-            for thread in transport._threads:
-                thread.join(1.0)
+        # Also those of transports that are gone: a thread that is ended inside torch, because the interpreter is gone,
+        # ends the process with it.
+        for thread in list(cls._running):
+            thread.join(1.0)
         for transport in list(cls._every):
             if transport in under_way or transport._is_exchanging():
                 never_free(transport)
@@ -239,6 +238,12 @@ class Transport:
         if self._is_exchanging():
             for group in (self.up, self.down, self.end, *self._within.values()):
                 never_free(group)
+
+    def _start_thread(self, name: str, tasks: "_Queue", after: "_Queue | None") -> None:
+        thread = threading.Thread(target=self._work, args=(tasks, after), name=name, daemon=True)
+        thread.start()
+        with self._lock:
+            Transport._running = [one for one in Transport._running if one.is_alive()] + [thread]
 
     @staticmethod
     def _work(tasks: "_Queue", after: "_Queue | None") -> None:
@@ -350,11 +355,7 @@ class Transport:
         with self._lock:
             if self._after is None:
                 self._after = queue.SimpleQueue()
-                thread = threading.Thread(
-                    target=self._work, args=(self._after, None), name="gradwire learn", daemon=True
-                )
-                thread.start()
-                self._threads.append(thread)
+                self._start_thread("gradwire learn", self._after, None)
             self._after.put(guarded)
 
     def pool_bytes(self, mine: bytes) -> bytes:
