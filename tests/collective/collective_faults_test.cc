@@ -7,6 +7,7 @@
 
 #include "collective/collective_fixture.h"
 #include "core/clock.h"
+#include "engine/forwarding_engine.h"
 
 namespace gradwire {
 namespace {
@@ -319,25 +320,16 @@ TEST(LostRank, ThatThrowsEndsAllAtOnce) {
 // ---- damaged bytes
 
 // Hands everything on, and lets a test change what arrived.
-class Meddler final : public Engine {
+class Meddler final : public ForwardingEngine {
  public:
   using Meddle = std::function<void(std::span<const Bytes> received)>;
-  Meddler(Engine& inner, Meddle meddle) : inner_(inner), meddle_(std::move(meddle)) {}
-  std::string name() const override { return inner_.name(); }
-  int rank() const override { return inner_.rank(); }
-  int size() const override { return inner_.size(); }
+  Meddler(Engine& inner, Meddle meddle) : ForwardingEngine(inner), meddle_(std::move(meddle)) {}
   Handle all_to_all(std::span<const ConstBytes> send, std::span<const Bytes> recv) override {
-    return wrap(inner_.all_to_all(send, recv), recv);
+    return wrap(ForwardingEngine::all_to_all(send, recv), recv);
   }
   Handle all_gather(ConstBytes mine, std::span<const Bytes> recv) override {
-    return wrap(inner_.all_gather(mine, recv), recv);
+    return wrap(ForwardingEngine::all_gather(mine, recv), recv);
   }
-  Handle broadcast(Bytes data, int root) override { return inner_.broadcast(data, root); }
-  Handle barrier() override { return inner_.barrier(); }
-  std::unique_ptr<Engine> split(int colour) override { return inner_.split(colour); }
-  uint64_t bytes_sent() const override { return inner_.bytes_sent(); }
-  void set_timeout(std::chrono::milliseconds timeout) override { inner_.set_timeout(timeout); }
-  void poison(const std::string& why) override { inner_.poison(why); }
 
  private:
   struct Wrapped final : Handle::State {
@@ -354,7 +346,6 @@ class Meddler final : public Engine {
     return Handle(std::make_unique<Wrapped>(std::move(handle), std::vector<Bytes>(recv.begin(), recv.end()), meddle_));
   }
 
-  Engine& inner_;
   Meddle meddle_;
 };
 

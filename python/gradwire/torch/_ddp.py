@@ -200,6 +200,14 @@ def one_device(parameters: Mapping[str, torch.Tensor]) -> torch.device:
     return first
 
 
+def _like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient of a bucket element by element as its parameter. It stands in the memory order of that, and DDP shows
+    it as contiguous."""
+    if parameter.is_contiguous() or _hook.memory_order(parameter) is None:
+        return gradient
+    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
+
+
 class _Known:
     """A bucket as DDP will hand it over again. It holds the buffer, so that no other bucket can have its address."""
 
@@ -431,12 +439,7 @@ class DdpHook(ReduceHook):
         """Submits a bucket to the transport, which completes `done`."""
         buffer = bucket.buffer()
         gradients = bucket.gradients() if gradients is None else gradients
-        used: torch.Tensor | None = None
-        if self._momentum is not None:
-            if bucket.index() == 0:
-                self._momentum.begin(self._scale())
-            used = used_flags(gradients) if self._searches_unused() else None
-            self._momentum.put(tensors, self._as_parameters(tensors, gradients))
+        used, shaped = self._put_momentum(bucket, tensors, gradients)
         keys = split(
             tensors, self._meters.elements, self._model, 0 if self._transport.on_streams else self._chunk_elements
         )
@@ -447,7 +450,6 @@ class DdpHook(ReduceHook):
                 self._chunks[key] = Chunk(self, *key)
         chunks = [self._chunks[key] for key in keys]
         if self._momentum is not None:
-            shaped = self._as_parameters(tensors, gradients)
             chunks[-1].settle = functools.partial(self._settle, chunks, tensors, shaped)
         for key, chunk in zip(keys, chunks):
             at = tensors.index(key[0][0])
@@ -463,18 +465,19 @@ class DdpHook(ReduceHook):
         if self._momentum is not None and bucket.is_last():
             self._momentum.end()
 
-    def _as_parameters(self, tensors: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of a bucket element by element as their parameters. They stand in the memory order of these,
-        and DDP shows them as contiguous."""
-        shaped = []
-        for tensor, gradient in zip(tensors, gradients):
-            like = self._parameters[tensor]
-            if not like.is_contiguous():
-                strides = like.stride()
-                if like.permute(sorted(range(like.dim()), key=strides.__getitem__, reverse=True)).is_contiguous():
-                    gradient = gradient.as_strided(like.shape, strides, gradient.storage_offset())
-            shaped.append(gradient)
-        return shaped
+    def _put_momentum(
+        self, bucket: Any, tensors: Sequence[int], gradients: list[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Where momentum is exchanged, puts it in the place of a bucket's gradients. (which of these were not zero, if
+        that will be asked; the same memory element by element as the parameters, for the results)"""
+        if self._momentum is None:
+            return None, []
+        if bucket.index() == 0:
+            self._momentum.begin(self._scale())
+        used = used_flags(gradients) if self._searches_unused() else None
+        shaped = [_like(self._parameters[tensor], gradient) for tensor, gradient in zip(tensors, gradients)]
+        self._momentum.put(tensors, shaped)
+        return used, shaped
 
     def _check_layout(self, buffer: torch.Tensor) -> None:
         if buffer.layout != torch.strided:

@@ -16,6 +16,12 @@ from .._errors import UsageError
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
+def memory_order(like: torch.Tensor) -> list[int] | None:
+    """Its dimensions as they stand in memory, the slowest first; None where there are gaps between its elements."""
+    order = sorted(range(like.dim()), key=lambda d: (like.shape[d] == 1, -like.stride()[d]))
+    return order if like.permute(order).is_contiguous() else None
+
+
 class Hook(ABC):
     """What `compress` returns: the state of a model's compression. It is not constructed directly.
 

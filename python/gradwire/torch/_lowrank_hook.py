@@ -24,7 +24,7 @@ from .. import _core
 from .._errors import UnsupportedError, UsageError
 from . import _hook, _state
 from ._agree import Handshake
-from ._chunks import Chunk, split, used_flags
+from ._chunks import Chunk, split
 from ._ddp import DdpHook
 from ._hook import DTYPES
 from ._lowrank import FactorGroup, Run
@@ -192,12 +192,7 @@ class LowRankHook(DdpHook):
         first, last = bucket.index() == 0, bucket.is_last()
         if first:
             self._open, self._open_scale = [], self._scale_on_wire()
-        used: torch.Tensor | None = None
-        if self._momentum is not None:
-            if first:
-                self._momentum.begin(self._scale())
-            used = used_flags(gradients) if self._searches_unused() else None
-            self._momentum.put(tensors, self._as_parameters(tensors, gradients))
+        used, shaped = self._put_momentum(bucket, tensors, gradients)
         parity = self.step % 2
         if first and not any(known == tensors for known, _ in self._first):
             self._forget_chunks()  # DDP has rebuilt its buckets
@@ -207,7 +202,6 @@ class LowRankHook(DdpHook):
         task.beside = self._send_others(buffer, dict(zip(tensors, gradients)), used, tensors, first)
         task.used = used
         if self._momentum is not None:
-            shaped = self._as_parameters(tensors, gradients)
             task.settle = functools.partial(self._momentum.settle, tensors, shaped)
         task.load(buffer, gradients, first and not task.beside, last, done)
         self._open.append(task)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .._errors import UsageError
+from ._hook import memory_order
 
 NAME = "lowrank"
 # How factors are sent, by `bits`. They are rounded to nearest, since what that leaves out comes again. Short buckets
@@ -79,10 +80,8 @@ class MatrixShape:
     """
 
     def __init__(self, like: torch.Tensor) -> None:
-        order = sorted(range(like.dim()), key=lambda d: (like.shape[d] == 1, -like.stride()[d]))
-        if not like.permute(order).is_contiguous():  # it has gaps, and its gradient has none
-            order = list(range(like.dim()))
-        self.rows = like.shape[order[0]]
+        order = memory_order(like)
+        self.rows = like.shape[order[0] if order is not None else 0]  # with gaps: its gradient has none
         self.columns = like.numel() // max(self.rows, 1)
 
     def of(self, gradient: torch.Tensor) -> torch.Tensor:

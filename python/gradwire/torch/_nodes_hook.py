@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _core
 from ._agree import Handshake
-from ._chunks import Chunk, split, used_flags
+from ._chunks import Chunk, split
 from ._ddp import DdpHook
 from ._node_bucket import Gather, NodeBucket, Scatter
 from ._nodes import Layout
@@ -117,12 +117,7 @@ class NodesHook(DdpHook):
         self, bucket: Any, done: Any, tensors: tuple[int, ...], gradients: list[torch.Tensor] | None = None
     ) -> None:
         buffer, gradients = bucket.buffer(), bucket.gradients()
-        used: torch.Tensor | None = None
-        if self._momentum is not None:
-            if bucket.index() == 0:
-                self._momentum.begin(self._scale())
-            used = used_flags(gradients) if self._searches_unused() else None
-            self._momentum.put(tensors, self._as_parameters(tensors, gradients))
+        used, shaped = self._put_momentum(bucket, tensors, gradients)
         here = tuple(tensor for tensor in tensors if self._meters.elements[tensor])
         keys = []
         if here:
@@ -138,8 +133,7 @@ class NodesHook(DdpHook):
                 self._chunks[key] = Chunk(self, *key)
         inside.chunks = [self._chunks[key] for key in keys]
         inside.load(buffer, gradients, bucket.index() == 0, bucket.is_last(), done)
-        inside.used = used
-        inside.shaped = self._as_parameters(tensors, gradients) if self._momentum is not None else []
+        inside.used, inside.shaped = used, shaped
         self._transport.submit(Scatter(inside))
         for chunk in inside.chunks:
             chunk.load(inside.shard, [inside.piece(tensor) for tensor in chunk.tensors], False, False)
