@@ -44,7 +44,8 @@ struct NamedTensor {
   std::string name;
   uint64_t count = 0;
   DType dtype = DType::f32;
-  int dimensions = 2;  // for the rule `1d`
+  int dimensions = 2;  // for the rules `1d` and `2d`
+  uint64_t rows = 0;   // for lowrank: the first extent of a tensor of two dimensions or more; 0: not known
 };
 
 // A run of elements of a tensor, and the rank that owns it.
@@ -151,7 +152,10 @@ class Reducer {
   // Codecs that learn (learn.h) do so by themselves: statistics are gathered from all ranks after a step, and what was
   // learned is kept in feedback() as extra state, so that it is saved and restored with the residuals.
   void set_rate(double rate);  // the learning rate of the steps to come, for codecs that follow it
-  std::vector<Codec> codecs(Direction direction) const;  // of the last step, per tensor, with what they had learned
+  // Of the last step, per tensor, with what they had learned. Of lowrank it is the codec of its factors.
+  std::vector<Codec> codecs(Direction direction) const;
+  // What the codes of each tensor take in a step; of lowrank with alternate=on the mean of two steps.
+  std::vector<uint64_t> encoded_bytes(Direction direction) const;
 
   // To restore a saved state, assign it to this; it must have been loaded for the device of the options, and be of the
   // same ranks and nodes, or have been made for them by redistribute().

@@ -12,6 +12,7 @@
 // Threads: a const Rules may be used by any number of threads at once.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -27,6 +28,7 @@ class Rules {
   std::string str() const;                    // canonical: equal rules have equal texts
   Rules nearest() const;                      // with codecs that round to nearest, where they can
   Codec codec_for(std::string_view name, int dimensions, uint64_t count) const;
+  size_t number_for(std::string_view name, int dimensions, uint64_t count) const;  // of the rule that decides, from 0
 
  private:
   struct Rule {

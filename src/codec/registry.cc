@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "codec/define.h"
+#include "codec/lowrank/lowrank.h"
 #include "codec/regions.h"
 #include "core/nearest.h"
 #include "core/spec.h"
@@ -147,10 +148,10 @@ std::shared_ptr<const Codec::Impl> Codec::Impl::parse(std::string_view spec, boo
   for (const CodecDef& d : definitions())
     if (d.name == name) def = &d;
   if (!def) {
-    if (name == "lowrank")  // its factors are exchanged by other codecs, and its products are torch's
+    if (is_lowrank(name))  // its factors are tensors that other codecs encode
       throw Error(ErrorKind::unsupported,
-                  "lowrank works in the hook of PyTorch's DistributedDataParallel only: "
-                  "gradwire.torch.compress(ddp, 'lowrank:rank=4')",
+                  "lowrank is no codec of messages: it works where matrices are reduced, in a Reducer, in `gradwire "
+                  "train` and in the hook of PyTorch's DistributedDataParallel",
                   "codec");
     std::vector<std::string> names;
     for (const CodecDef& d : definitions()) names.push_back(d.name);

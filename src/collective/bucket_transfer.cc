@@ -114,6 +114,11 @@ void BucketTransfer::down(uint64_t step, std::span<const void* const> values, st
   core_.wait(Direction::down);
 }
 
+void BucketTransfer::decode_own(uint64_t step, std::span<void* const> out) {
+  const std::vector<Bytes> written = up_messages();
+  core_.decode_own(step, std::vector<ConstBytes>(written.begin(), written.end()), out);
+}
+
 uint64_t BucketTransfer::bytes_sent() const {
   const auto others = static_cast<uint64_t>(engine_.size() - 1);
   uint64_t bytes = 0;

@@ -29,6 +29,10 @@ class BucketTransfer {
   void observe_up(uint64_t step, std::span<const void* const> in, Learning& learning);
   void observe_down(uint64_t step, Learning& learning);
 
+  // After up(): see BucketCore.
+  void decode_own(uint64_t step, std::span<void* const> out);
+  void read_sums(std::span<void* const> out) const { core_.read_sums(out); }
+
   uint64_t bytes_sent() const;  // that this rank sends to others in a step
   uint64_t message_memory() const;
 

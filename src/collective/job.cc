@@ -29,7 +29,7 @@ std::string text_of(const Device& device) {
 
 }  // namespace
 
-Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOptions& given, JobPlace place)
+Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOptions& given, JobPlace place, size_t bare)
     : collective(std::move(name)),
       tensors(list.begin(), list.end()),
       firsts(list.size()),
@@ -77,8 +77,9 @@ Job::Job(std::string name, std::span<const NamedTensor> list, const ReduceOption
   up_text_ = Rules::parse(options.up).str();
   down_text_ = options.down.empty() ? "as up, to nearest" : Rules::parse(options.down).str();
   for (size_t i = 0; i < tensors.size(); ++i) {
-    up_feedback.push_back(wants_residual(up[i], options.feedback));
-    down_feedback.push_back(wants_residual(down[i], options.owner_feedback));
+    const bool may = i + bare < tensors.size();
+    up_feedback.push_back(may && wants_residual(up[i], options.feedback));
+    down_feedback.push_back(may && wants_residual(down[i], options.owner_feedback));
   }
   for (size_t i = 0; place_.places > 1 && i < tensors.size(); ++i) {
     const TensorPiece piece = piece_of(tensors[i].name, tensors[i].count, place_.place, place_.places);

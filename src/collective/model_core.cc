@@ -32,10 +32,10 @@ Shard part_of(const Shard& shard, uint64_t part, uint64_t parts) {
 
 }  // namespace
 
-ModelCore::ModelCore(std::vector<NamedTensor> tensors, const CoderOptions& o, JobPlace place)
+ModelCore::ModelCore(std::vector<NamedTensor> tensors, const CoderOptions& o, JobPlace place, size_t bare)
     : options(o),
       scatter(o.kind != Kind::all_reduce || o.reduce.method == ReduceOptions::Method::scatter),
-      job(name_of(o.kind, scatter), tensors, o.reduce, place),
+      job(name_of(o.kind, scatter), tensors, o.reduce, place, bare),
       feedback(o.reduce.residual, o.reduce.device),
       up_learning(job, Direction::up, o.world),
       down_learning(job, Direction::down, o.world),
@@ -173,7 +173,6 @@ void ModelCore::save_learned() {
 }
 
 void ModelCore::unlearn() {
-  if (learnings.empty()) return;
   for (const auto& [name, bytes] : before_) feedback.set_extra(name, bytes);
   for (Learning* one : learnings) one->restore(feedback);
   saved_ = feedback.extras();

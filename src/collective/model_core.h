@@ -16,7 +16,7 @@
 namespace gradwire {
 
 struct ModelCore {
-  ModelCore(std::vector<NamedTensor> tensors, const CoderOptions& options, JobPlace place = {});
+  ModelCore(std::vector<NamedTensor> tensors, const CoderOptions& options, JobPlace place = {}, size_t bare = 0);
 
   bool has_up() const { return options.kind != CoderOptions::Kind::all_gather; }
   bool has_down() const {

@@ -2,7 +2,8 @@
 // The all-reduce over an engine: the coding core (ModelCore, and one bucket of all tensors), an engine that moves the
 // messages, and a CommandQueue that runs the steps in order. A step that fails is rolled back here, so that it changes
 // no residual. On two levels the core sees nodes in place of ranks, and this rank's pieces in place of the tensors;
-// what the ranks of a node do with each other comes before and after it.
+// what the ranks of a node do with each other comes before and after it. Where matrices travel as factors, the core sees
+// factors in their place, and a FactorExchange turns the one into the other.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 
 #include "collective/bucket_transfer.h"
 #include "collective/command_queue.h"
+#include "collective/factor_exchange.h"
 #include "collective/model_core.h"
 #include "collective/two_levels.h"
 #include "core/bits.h"
@@ -49,23 +51,39 @@ void check_floats(const Job& job, const std::optional<std::vector<size_t>>& size
   }
 }
 
+const char* method_name(const ReduceOptions& options) {
+  return options.method == ReduceOptions::Method::scatter ? "scatter" : "gather";
+}
+
 }  // namespace
 
 struct Reducer::State {
   State(Engine& e, const Device& device) : engine(e), queue(CommandQueue::of(e)), timer(device) {}
 
   void build(std::vector<NamedTensor> tensors, ReduceOptions options, std::optional<NodeLayout> layout = {}) {
+    std::optional<FactorPlan> plan = FactorPlan::of(tensors, options);
     options.nodes = 0;
+    size_t bare = 0;
+    if (plan) {
+      options.up = plan->without;
+      whole.emplace(method_name(options), tensors, options);
+      bare = 2 * plan->matrices.size();
+      others = plan->others;
+      tensors = plan->tensors;
+      options.up = plan->up;
+    }
     if (layout && layout->per_node() > 1) levels.emplace(engine, std::move(*layout), *whole, timer);
     Engine& peers = levels ? levels->between : engine;
     model.emplace(std::move(tensors), CoderOptions{.reduce = options, .rank = peers.rank(), .world = peers.size()},
-                  levels ? levels->place() : JobPlace{});
+                  levels ? levels->place() : JobPlace{}, bare);
+    if (plan) rules = plan->text;
+    if (bare > 0) factors.emplace(engine, std::move(*plan), *model, timer);
     if (levels) {
       if (options.op == ReduceOptions::Op::sum) model->input_scale = static_cast<float>(levels->layout.per_node());
       set_nodes(model->feedback, levels->state_nodes());
       model->save_learned();
     }
-    std::vector<size_t> all(model->job.tensors.size());
+    std::vector<size_t> all(model->job.tensors.size() - bare);
     std::iota(all.begin(), all.end(), size_t{0});
     bucket.emplace(peers, model->job, model->bucket(all), timer);
     manual = options.commit == ReduceOptions::Commit::manual;
@@ -77,8 +95,9 @@ struct Reducer::State {
 
   // What ranks compare before they know their nodes.
   void join(const std::vector<NamedTensor>& tensors, ReduceOptions options) {
+    FactorPlan::of(tensors, options);  // refuses what does not go together
     options.nodes = 0;
-    whole.emplace(options.method == ReduceOptions::Method::scatter ? "scatter" : "gather", tensors, options);
+    whole.emplace(method_name(options), tensors, options);
   }
 
   Handle submit(Request request) {
@@ -90,7 +109,7 @@ struct Reducer::State {
       take_part(
           engine,
           [&] {
-            const Job& job = levels ? *whole : model->job;
+            const Job& job = whole ? *whole : model->job;
             job.check_pointers(request.in, "in");
             job.check_pointers({request.out.data(), request.out.size()}, "out");
             check_floats(job, request.in_sizes, "in");
@@ -101,6 +120,7 @@ struct Reducer::State {
                          {.loss_scale = request.loss_scale, .rate = request.rate, .exact = levels && levels->plain()});
             bucket->follow(model->epochs);
             bucket->begin(model->context());
+            if (factors) factors->begin(request.in, request.out);
           },
           [&](std::exception_ptr failure) {
             const auto timing = timer.wait();
@@ -108,8 +128,9 @@ struct Reducer::State {
           },
           [&] {
             if (levels) return run_levels(request);
+            if (factors) return run_factors(request);
             move(request);
-            finish(request);
+            finish(request.out, true);
           });
     } catch (...) {
       model->abandon();
@@ -145,6 +166,22 @@ struct Reducer::State {
     m.abandon();
   }
 
+  void run_factors(const Request& request) {
+    Request wired{.step = request.step, .in_sizes = {}, .out_sizes = {}};
+    for (const size_t i : others) {
+      wired.in.push_back(request.in[i]);
+      wired.out.push_back(request.out[i]);
+    }
+    wired.in.resize(model->job.tensors.size());
+    wired.out.resize(model->job.tensors.size());
+    if (!others.empty()) move(wired);
+    factors->run([&](BucketTransfer& one, std::span<const void* const> in, std::span<void* const> out) {
+      one.up(request.step, in, up_outputs(one, out));
+      if (model->has_down()) one.down(request.step, {}, out);
+    });
+    finish(wired.out, factors->finite());
+  }
+
   // The same on all ranks, though some may have no piece of any tensor with a residual.
   bool keeps_state() const {
     const auto any = [](const std::vector<bool>& flags) {
@@ -161,7 +198,7 @@ struct Reducer::State {
       bucket->observe_up(request.step, request.in, *up);
       learn_ahead(Direction::up);
     }
-    bucket->up(request.step, request.in, up_outputs(request), up);
+    bucket->up(request.step, request.in, up_outputs(*bucket, request.out), up);
     if (!m.has_down()) return;
     if (down && down->ahead()) {
       bucket->observe_down(request.step, *down);
@@ -171,28 +208,29 @@ struct Reducer::State {
   }
 
   // Where decode_up puts the results: with scatter nowhere, they come with the messages of the owners.
-  std::vector<void*> up_outputs(const Request& request) {
+  std::vector<void*> up_outputs(BucketTransfer& one, std::span<void* const> out) {
     if (model->has_down()) return {};
-    return locate(model->job, bucket->core().up_shards(), std::span<void* const>(request.out));
+    return locate(model->job, one.core().up_shards(), out);
   }
 
   // All ranks see the same results, so all decide alike. Learning is collective and may fail, so it comes before the
-  // residuals change.
-  void finish(const Request& request) {
+  // residuals change. `known`: results that are not of the bucket are finite.
+  void finish(std::span<void* const> out, bool known) {
     ModelCore& m = *model;
     if (!manual && !m.stateless()) {
       const auto timing = timer.decode();
       const BucketCore& core = bucket->core();
-      m.finite.check(m.job.device(),
-                     m.has_down() ? core.down_results(request.out) : core.up_results(up_outputs(request)));
+      if (!known) m.finite.fail();
+      m.finite.check(m.job.device(), m.has_down() ? core.down_results(out) : core.up_results(up_outputs(*bucket, out)));
       if (m.finite.bad()) return m.abandon();
     }
-    take(request.step);
+    take(*m.step);
   }
 
   void take(uint64_t step) {
     ModelCore& m = *model;
     if (!m.how.exact && !(manual && together())) learn(m.learnings, step, false);
+    if (factors) factors->save();
     if (manual) return m.leave_open();
     m.commit();
   }
@@ -232,7 +270,7 @@ struct Reducer::State {
     for (const auto* codecs : {&model->job.up, &model->job.down})
       for (const Codec& codec : *codecs)
         for (uint32_t word : codec.table()) h = mix64(h ^ word);
-    return h;
+    return factors ? mix64(h ^ factors->hash()) : h;
   }
 
   void expect_manual(const char* what) const {
@@ -248,9 +286,12 @@ struct Reducer::State {
   Engine& engine;
   std::shared_ptr<CommandQueue> queue;
   ReduceTimer timer;
-  std::optional<Job> whole;         // on two levels: of the caller's tensors
+  std::optional<Job> whole;         // on two levels and with factors: of the caller's tensors
   std::optional<TwoLevels> levels;  // where there are two
   std::optional<ModelCore> model;
+  std::optional<FactorExchange> factors;  // where matrices travel as factors
+  std::vector<size_t> others;             // with factors: the caller's tensors that the bucket carries
+  std::string rules;                      // with lowrank: what the caller said
   std::optional<BucketTransfer> bucket;
   bool manual = false;
   double rate = -1;
@@ -276,6 +317,8 @@ Reducer::Reducer(Engine& engine, std::vector<NamedTensor> tensors, const ReduceO
     else
       state.join(tensors, options);
     handshake = (options.nodes == 0 ? state.model->job : *state.whole).handshake();
+    for (HandshakeField& field : handshake.common)
+      if (!state.rules.empty() && field.name == std::string_view("up")) field.text = state.rules;
     handshake.common.push_back({"nodes", nodes});
     handshake.node = engine.node();
   });
@@ -362,7 +405,23 @@ void Reducer::set_rate(double rate) { state_->rate = rate; }
 
 std::vector<Codec> Reducer::codecs(Direction direction) const {
   state_->queue->finish();
-  return direction == Direction::up ? state_->model->job.up : state_->model->job.down;
+  const std::vector<Codec>& all = direction == Direction::up ? state_->model->job.up : state_->model->job.down;
+  if (!state_->factors) return all;
+  std::vector<Codec> codecs(state_->whole->tensors.size());
+  for (size_t k = 0; k < state_->others.size(); ++k) codecs[state_->others[k]] = all[k];
+  for (const FactoredMatrix& one : state_->factors->plan().matrices) codecs[one.tensor] = all[one.p];
+  return codecs;
+}
+
+std::vector<uint64_t> Reducer::encoded_bytes(Direction direction) const {
+  const std::vector<Codec> used = codecs(direction);
+  std::vector<uint64_t> bytes;
+  const Job& job = state_->whole ? *state_->whole : state_->model->job;
+  for (size_t i = 0; i < used.size(); ++i) bytes.push_back(used[i].bytes(job.tensors[i].count));
+  if (!state_->factors) return bytes;
+  const std::vector<FactoredMatrix>& matrices = state_->factors->plan().matrices;
+  for (size_t k = 0; k < matrices.size(); ++k) bytes[matrices[k].tensor] = state_->factors->encoded_bytes(k);
+  return bytes;
 }
 
 ErrorFeedback& Reducer::feedback() { return state_->model->feedback; }
@@ -371,7 +430,8 @@ int Reducer::position() const { return state_->levels ? state_->levels->layout.p
 
 uint64_t Reducer::message_bytes() const {
   return state_->bucket->bytes_sent() + agree_step_bytes(state_->engine.size()) +
-         (state_->levels ? state_->levels->exchange.bytes_sent() : 0);
+         (state_->levels ? state_->levels->exchange.bytes_sent() : 0) +
+         (state_->factors ? state_->factors->bytes_sent() : 0);
 }
 
 uint64_t Reducer::node_bytes() const {
@@ -388,8 +448,10 @@ ReduceMemory Reducer::memory() const {
   state_->queue->finish();
   const NodeExchange* inside = state_->levels ? &state_->levels->exchange : nullptr;
   return {.residuals = state_->model->feedback.bytes(),
-          .messages = state_->bucket->message_memory() + (inside ? inside->memory() : 0),
-          .sums = state_->bucket->core().sum_memory() + (inside ? inside->sum_memory() : 0)};
+          .messages = state_->bucket->message_memory() + (inside ? inside->memory() : 0) +
+                      (state_->factors ? state_->factors->message_memory() : 0),
+          .sums = state_->bucket->core().sum_memory() + (inside ? inside->sum_memory() : 0) +
+                  (state_->factors ? state_->factors->sum_memory() : 0)};
 }
 
 }  // namespace gradwire

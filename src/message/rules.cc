@@ -11,6 +11,7 @@
 
 #include "codec/define.h"
 #include "gradwire/error.h"
+#include "message/rule_text.h"
 
 namespace gradwire {
 namespace {
@@ -67,13 +68,10 @@ uint64_t below(size_t number, std::string_view rule, std::string_view pattern) {
 
 }  // namespace
 
-Rules Rules::parse(std::string_view text) {
-  Rules rules;
+std::vector<RuleText> rule_texts(std::string_view text) {
   text = trimmed(text);
-  if (plain_spec(text)) {
-    rules.rules_.push_back({"*", Codec::parse(text), 0});
-    return rules;
-  }
+  if (plain_spec(text)) return {{1, text, "*", text}};
+  std::vector<RuleText> rules;
   for (size_t number = 1, begin = 0; begin <= text.size(); ++number) {
     const size_t end = std::min(text.find(';', begin), text.size());
     const std::string_view rule = trimmed(text.substr(begin, end - begin));
@@ -87,12 +85,27 @@ Rules Rules::parse(std::string_view text) {
       refuse(number, rule, "expected PATTERN=SPEC, where PATTERN is '1d', '2d', '<COUNT' or a name with * and ?",
              "rules");
     if (!last && pattern == "*") refuse(number, rule, "'*' matches every tensor: it must be the last rule", "rules");
-    try {
+    rules.push_back({number, rule, pattern, trimmed(rule.substr(equals + 1))});
+  }
+  return rules;
+}
+
+void RuleText::parse(const std::function<void(std::string_view spec)>& body) const {
+  if (text == spec) return body(spec);  // a codec alone
+  try {
+    body(spec);
+  } catch (const Error& error) {
+    refuse(number, text, error.what(), error.field());
+  }
+}
+
+Rules Rules::parse(std::string_view text) {
+  Rules rules;
+  for (const RuleText& rule : rule_texts(text)) {
+    rule.parse([&](std::string_view spec) {
       rules.rules_.push_back(
-          {std::string(pattern), Codec::parse(trimmed(rule.substr(equals + 1))), below(number, rule, pattern)});
-    } catch (const Error& error) {
-      refuse(number, rule, error.what(), error.field());
-    }
+          {std::string(rule.pattern), Codec::parse(spec), below(rule.number, rule.text, rule.pattern)});
+    });
   }
   return rules;
 }
@@ -112,12 +125,16 @@ Rules Rules::nearest() const {
 }
 
 Codec Rules::codec_for(std::string_view name, int dimensions, uint64_t count) const {
+  return rules_[number_for(name, dimensions, count)].codec;
+}
+
+size_t Rules::number_for(std::string_view name, int dimensions, uint64_t count) const {
   for (const Rule& rule : rules_)
     if (rule.below                      ? count < rule.below
         : rule.pattern == kOneDimension ? dimensions <= 1
         : rule.pattern == kMatrix       ? dimensions >= 2
                                         : glob(rule.pattern, name))
-      return rule.codec;
+      return static_cast<size_t>(&rule - rules_.data());
   throw Error(ErrorKind::usage, fmt::format("tensor '{}': no rule; rules come from Rules::parse", name), "rules");
 }
 
