@@ -69,7 +69,8 @@ FactorExchange::FactorExchange(Engine& engine, FactorPlan plan, ModelCore& model
   std::vector<size_t> even, odd, later;
   for (const FactoredMatrix& one : plan_.matrices) {
     const uint64_t rank = one.codec.rank;
-    Matrix made{.of = one};
+    Matrix made;
+    made.of = one;
     made.p_start = starting_factor(hash_name(one.name + "/P"), one.codec.rank, one.rows);
     made.q_start = starting_factor(hash_name(one.name + "/Q"), one.codec.rank, one.columns);
     made.p = made.p_start;

@@ -37,7 +37,8 @@ Transform transform_of(const std::vector<double>& gram, size_t rank) {
       double left = gram[at(i, k)] * scale[i] * scale[k];
       if (i == k) left += (scale[i] > 0 ? 0 : 1) + kShift;
       for (size_t j = 0; j < k; ++j) left -= root[at(i, j)] * root[at(k, j)];
-      root[at(i, k)] = i == k ? std::sqrt(left > 0 ? left : kShift) : left / root[at(k, k)];
+      // A row that is replaced says nothing about those behind it.
+      root[at(i, k)] = i == k ? std::sqrt(left > 0 ? left : kShift) : result.lost[k] ? 0 : left / root[at(k, k)];
     }
     result.lost[i] = scale[i] == 0 || !(root[at(i, i)] * root[at(i, i)] > kDependent);
   }
