@@ -65,6 +65,11 @@ void gw_plan_close(gw_plan* plan); /* null: nothing happens */
  * a file that `gradwire encode` has made is named "". `dimensions` matters for the rule `1d` only. */
 int gw_plan_add(gw_plan* plan, const char* name, int dtype, uint64_t count, int dimensions);
 
+/* The same for a matrix whose elements stand row after row; a tensor of more dimensions has its first one as rows and
+ * all others as columns. A reducer with the codec "lowrank:rank=4", alone or in rules such as
+ * "2d=lowrank:rank=4;*=fp32", needs to know both. There are no messages with this codec. */
+int gw_plan_add_matrix(gw_plan* plan, const char* name, int dtype, uint64_t rows, uint64_t columns);
+
 /* ---- Messages ---- */
 
 /* Every codec that learns is fitted to its tensor, as `gradwire encode` does it; other codecs stay as they are.

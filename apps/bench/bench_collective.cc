@@ -14,6 +14,7 @@
 #include "cli/console.h"
 #include "cli/mpi_session.h"
 #include "cli/options.h"
+#include "collective/factor_plan.h"
 #include "gradwire/error.h"
 
 namespace gradwire::app {
@@ -221,7 +222,7 @@ void add_bench_collective(CLI::App& bench, Action& action) {
       "  gradwire bench collective --codec qsgd:bits=4 --world 8 --nodes 2");
   command->callback([&action, options, world] {
     options->world_chosen = world->count() > 0;
-    for (const std::string& codec : options->codecs) Rules::parse(codec);  // refused before anything is set up
+    for (const std::string& codec : options->codecs) canonical_rules(codec);  // refused before anything is set up
     action = [options] {
       if (options->engine == "mpi") {
         bench_mpi(*options);

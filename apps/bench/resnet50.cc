@@ -13,14 +13,14 @@ namespace {
 class Builder {
  public:
   void convolution(const std::string& name, uint64_t out, uint64_t in, uint64_t side) {
-    list_.push_back({name + ".weight", out * in * side * side, DType::f32, 4});
+    list_.push_back({name + ".weight", out * in * side * side, DType::f32, 4, out});
   }
   void norm(const std::string& name, uint64_t channels) {
     list_.push_back({name + ".weight", channels, DType::f32, 1});
     list_.push_back({name + ".bias", channels, DType::f32, 1});
   }
   void linear(const std::string& name, uint64_t out, uint64_t in) {
-    list_.push_back({name + ".weight", out * in, DType::f32, 2});
+    list_.push_back({name + ".weight", out * in, DType::f32, 2, out});
     list_.push_back({name + ".bias", out, DType::f32, 1});
   }
   std::vector<NamedTensor> list_;

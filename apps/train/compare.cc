@@ -17,6 +17,7 @@
 #include "cli/files.h"
 #include "cli/options.h"
 #include "cli/version.h"
+#include "collective/factor_plan.h"
 #include "gradwire/error.h"
 #include "gradwire/rules.h"
 #include "gradwire/version.h"
@@ -92,7 +93,7 @@ std::optional<nlohmann::json> finished_run(const std::string& path, const train:
 void expect_different(const CompareOptions& options) {
   std::map<std::string, std::string> codecs;
   for (const std::string& codec : options.codecs) {
-    const auto [known, added] = codecs.emplace(Rules::parse(codec).str(), codec);
+    const auto [known, added] = codecs.emplace(canonical_rules(codec), codec);
     if (!added)
       throw Error(ErrorKind::usage,
                   fmt::format("codec is '{}' and '{}', which are the same; give each once", known->second, codec),

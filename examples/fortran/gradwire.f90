@@ -31,6 +31,14 @@ module gradwire
       integer(c_int64_t), value :: count
       integer(c_int) :: status
     end function
+    function gw_plan_add_matrix(plan, name, dtype, rows, columns) bind(c) result(status)
+      import :: c_int, c_int64_t, c_char, c_ptr
+      type(c_ptr), value :: plan
+      character(kind=c_char), intent(in) :: name(*)
+      integer(c_int), value :: dtype
+      integer(c_int64_t), value :: rows, columns
+      integer(c_int) :: status
+    end function
     function gw_plan_fit(plan, tensors) bind(c) result(status)
       import :: c_int, c_ptr
       type(c_ptr), value :: plan

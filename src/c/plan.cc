@@ -17,7 +17,7 @@ bool word_aligned(const void* message) { return reinterpret_cast<uintptr_t>(mess
 
 std::string text_of(const NamedTensor& tensor) { return "tensor '" + tensor.name + "'"; }
 
-void add(gw_plan& plan, const char* name, DType dtype, uint64_t count, int dimensions) {
+void add(gw_plan& plan, const char* name, DType dtype, uint64_t count, int dimensions, uint64_t rows = 0) {
   if (count > kMaxElements)
     refuse_usage("count is " + std::to_string(count) + "; allowed are up to " + std::to_string(kMaxElements), "count");
   if (dimensions < 0)
@@ -26,12 +26,23 @@ void add(gw_plan& plan, const char* name, DType dtype, uint64_t count, int dimen
     if (tensor.name == name) refuse_usage(text_of(tensor) + " is in the plan already; names must differ", "name");
   plan.codecs.resize(plan.tensors.size());  // longer, if memory ran out between the two lines below
   plan.codecs.push_back(plan.rules.codec_for(name, dimensions, count));
-  plan.tensors.push_back({name, count, dtype, dimensions});
+  plan.tensors.push_back({name, count, dtype, dimensions, rows});
   plan.runner.reset();
+}
+
+void add_matrix(gw_plan& plan, const char* name, DType dtype, uint64_t rows, uint64_t columns) {
+  if (rows != 0 && columns > kMaxElements / rows)
+    refuse_usage("rows and columns are " + std::to_string(rows) + " and " + std::to_string(columns) +
+                     "; allowed are up to " + std::to_string(kMaxElements) + " elements",
+                 "rows");
+  add(plan, name, dtype, rows * columns, 2, rows);
 }
 
 // The tensors of a plan as a message lists them, with the codecs of the plan.
 std::vector<TensorSpec> specs(const gw_plan& plan) {
+  if (plan.has_lowrank())
+    refuse_usage("the plan's codec is '" + plan.text + "', and lowrank is no codec of messages: a reducer has it",
+                 "codec");
   std::vector<TensorSpec> list;
   for (size_t i = 0; i < plan.tensors.size(); ++i) {
     const NamedTensor& tensor = plan.tensors[i];
@@ -115,6 +126,10 @@ void gw_plan_close(gw_plan* plan) { delete plan; }
 
 int gw_plan_add(gw_plan* plan, const char* name, int dtype, uint64_t count, int dimensions) {
   return guarded([&] { add(*given(plan, "plan"), given(name, "name"), dtype_of(dtype), count, dimensions); });
+}
+
+int gw_plan_add_matrix(gw_plan* plan, const char* name, int dtype, uint64_t rows, uint64_t columns) {
+  return guarded([&] { add_matrix(*given(plan, "plan"), given(name, "name"), dtype_of(dtype), rows, columns); });
 }
 
 int gw_plan_fit(gw_plan* plan, const void* const* tensors) {

@@ -82,7 +82,7 @@ bool set_option(ReduceOptions& options, std::string_view option, std::string_vie
 
 struct gw_reducer {
   gw_reducer(const gw_communicator& communicator, const gw_plan& plan) : engine(communicator), tensors(plan.tensors) {
-    options.up = plan.rules.str();
+    options.up = plan.text;
   }
 
   void expect_unused(const char* what) const {

@@ -25,12 +25,11 @@ LowRankRules parse(const std::string& text) {
   const std::vector<RuleText> texts = rule_texts(text);
   for (const RuleText& rule : texts) {
     std::optional<LowRank> found;
-    std::string canonical(rule.spec), other(rule.spec);
+    std::string canonical, other = "fp32";
     rule.parse([&](std::string_view spec) {
-      if (!is_lowrank(spec)) return;
-      found = LowRank::parse(spec);
-      canonical = found->str();
-      other = "fp32";
+      if (is_lowrank(spec)) found = LowRank::parse(spec);
+      canonical = found ? found->str() : Codec::parse(spec).str();
+      if (!found) other = canonical;
     });
     const bool alone = texts.size() == 1;
     const auto add = [&](std::string& to, const std::string& spec) {
@@ -122,6 +121,11 @@ std::optional<FactorPlan> FactorPlan::of(const std::vector<NamedTensor>& tensors
   return plan;
 }
 
-std::string without_lowrank(const std::string& rules) { return rules.empty() ? rules : parse(rules).without; }
+std::string canonical_rules(const std::string& rules) { return parse(rules).text; }
+
+std::string without_lowrank(const std::string& rules) {
+  const LowRankRules parsed = rules.empty() ? LowRankRules{} : parse(rules);
+  return parsed.any ? parsed.without : rules;
+}
 
 }  // namespace gradwire

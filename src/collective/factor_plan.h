@@ -34,7 +34,11 @@ struct FactorPlan {
   static std::optional<FactorPlan> of(const std::vector<NamedTensor>& tensors, const ReduceOptions& options);
 };
 
-// Rules with fp32 in place of every lowrank, for those who ask what is sent of tensors that are not factored.
+// Rules with fp32 in place of every lowrank, for those who ask what is sent of tensors that are not factored. Rules
+// without lowrank stay as they are.
 std::string without_lowrank(const std::string& rules);
+
+// Equal rules have equal texts, as those of Rules::str().
+std::string canonical_rules(const std::string& rules);
 
 }  // namespace gradwire

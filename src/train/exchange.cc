@@ -11,6 +11,7 @@
 #include <functional>
 #include <limits>
 
+#include "collective/factor_plan.h"
 #include "collective/timer.h"
 #include "core/check.h"
 #include "gradwire/learn.h"
@@ -34,7 +35,7 @@ void order_streams(const c10::Stream& earlier, const c10::Stream& later) {
 bool looks_ahead(const ReduceOptions& options, const std::vector<NamedTensor>& tensors) {
   for (const std::string& text : {options.up, options.down}) {
     if (text.empty()) continue;
-    const Rules rules = Rules::parse(text);
+    const Rules rules = Rules::parse(without_lowrank(text));
     for (const NamedTensor& tensor : tensors) {
       const Codec codec = rules.codec_for(tensor.name, tensor.dimensions, tensor.count);
       if (codec.traits().learns && Learner(codec, 1, 1).ahead()) return true;
@@ -55,7 +56,8 @@ NamedTensor describe(const NamedParameter& parameter) {
   return {.name = parameter.name,
           .count = static_cast<uint64_t>(parameter.tensor.numel()),
           .dtype = DType::f32,
-          .dimensions = static_cast<int>(parameter.tensor.dim())};
+          .dimensions = static_cast<int>(parameter.tensor.dim()),
+          .rows = parameter.tensor.dim() > 1 ? static_cast<uint64_t>(parameter.tensor.size(0)) : 0};
 }
 
 struct Exchange::Bucket {
@@ -211,9 +213,7 @@ std::vector<torch::Tensor> Exchange::exact_means(Engine& engine, uint64_t step) 
 double Exchange::bits() const {
   uint64_t bytes = 0;
   for (const auto& bucket : buckets_) {
-    const std::vector<Codec> codecs = active(*bucket).codecs(Direction::up);
-    for (size_t k = 0; k < codecs.size(); ++k)
-      bytes += codecs[k].bytes(static_cast<uint64_t>(parameters_[bucket->parameters[k]].tensor.numel()));
+    for (const uint64_t codes : active(*bucket).encoded_bytes(Direction::up)) bytes += codes;
   }
   return 8.0 * static_cast<double>(bytes) / static_cast<double>(std::max<uint64_t>(1, elements_));
 }

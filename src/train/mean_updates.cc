@@ -133,12 +133,9 @@ void MeanUpdates::pool(uint64_t step, std::span<float* const> second) {
 }
 
 double MeanUpdates::bits() const {
-  const std::vector<Codec> codecs = reducer_->codecs(Direction::up);
   uint64_t bytes = 0, elements = 0;
-  for (size_t i = 0; i < codecs.size(); ++i) {
-    bytes += codecs[i].bytes(tensors_[i].count);
-    elements += tensors_[i].count;
-  }
+  for (const uint64_t codes : reducer_->encoded_bytes(Direction::up)) bytes += codes;
+  for (const NamedTensor& one : tensors_) elements += one.count;
   return 8.0 * static_cast<double>(bytes) / static_cast<double>(std::max<uint64_t>(1, elements));
 }
 

@@ -9,6 +9,7 @@
 #include <numbers>
 #include <sstream>
 
+#include "collective/factor_plan.h"
 #include "collective/feedback_rule.h"
 #include "gradwire/error.h"
 
@@ -45,11 +46,14 @@ TaskOptions Settings::task_options(const std::string& directory) const {
   return {.directory = directory, .length = length, .vocabulary = vocabulary, .words = words, .limit = limit};
 }
 
-bool Settings::keeps_residuals() const { return wants_residual(Codec::parse(codec), feedback_rule()); }
+bool Settings::keeps_residuals() const {
+  return is_lowrank(codec) || wants_residual(Codec::parse(codec), feedback_rule());
+}
 
 bool Settings::exchanges_momenta() const {
   if (exchange != "auto") return exchange == "momenta";
   if (optimizer != "adam" && optimizer != "adamw") return false;
+  if (is_lowrank(codec)) return false;  // a momentum in units of the update is described less well by few directions
   return wants_residual(Codec::parse(codec), for_momenta(parse_feedback(feedback)));
 }
 
@@ -197,7 +201,7 @@ void Settings::check() const {
   check_decay();
   if (collective == "gather" && !down.empty() && optimizer != "qadam")
     refuse("down", "'" + down + "'", "only --collective scatter, which sends means down");
-  Rules::parse(up());
+  canonical_rules(up());
   if (!down.empty()) Rules::parse(down);
 }
 

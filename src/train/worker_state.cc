@@ -7,6 +7,7 @@
 #include <cmath>
 #include <sstream>
 
+#include "collective/factor_plan.h"
 #include "collective/timer.h"
 #include "gradwire/error.h"
 #include "train/worker.h"
@@ -229,7 +230,7 @@ nlohmann::json Worker::record() const {
   const ReduceMemory held = descent_->stats().memory;
   return {{"version", 1},
           {"codec", settings_.label() + settings_.extras()},
-          {"canonical", Rules::parse(settings_.up()).str() + settings_.extras()},
+          {"canonical", canonical_rules(settings_.up()) + settings_.extras()},
           {"seed", settings_.seed},
           {"task", settings_.task},
           {"model", settings_.model},

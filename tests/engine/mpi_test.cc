@@ -489,20 +489,22 @@ TEST_F(Mpi, AReducerGivesTheBitsOfLoopback) {
       values[i] = static_cast<float>((i * 7 + static_cast<size_t>(rank) * 13 + step * 5) % 101) - 50;
     return values;
   };
-  const auto run = [&](Engine& engine) {
-    std::vector<float> mean(40'000);
-    Reducer reducer(engine, {{"weight", mean.size()}}, {.up = "qsgd:bits=4"});
-    for (uint64_t step = 0; step < 5; ++step) reducer.run(step, gradient(engine.rank(), step), mean);
-    return mean;
-  };
   const auto engine = make_mpi();
-  const std::vector<float> mean = run(*engine);
-  std::vector<float> expected;
-  run_loopback(engine->size(), [&](Engine& loopback) {
-    std::vector<float> result = run(loopback);
-    if (loopback.rank() == 0) expected = std::move(result);
-  });
-  EXPECT_EQ(mean, expected);
+  for (const char* codec : {"qsgd:bits=4", "lowrank:rank=4", "lowrank:rank=4,alternate=on"}) {
+    const auto run = [&](Engine& any) {
+      std::vector<float> mean(40'000);
+      Reducer reducer(any, {{"weight", mean.size(), DType::f32, 2, 160}}, {.up = codec});
+      for (uint64_t step = 0; step < 5; ++step) reducer.run(step, gradient(any.rank(), step), mean);
+      return mean;
+    };
+    const std::vector<float> mean = run(*engine);
+    std::vector<float> expected;
+    run_loopback(engine->size(), [&](Engine& loopback) {
+      std::vector<float> result = run(loopback);
+      if (loopback.rank() == 0) expected = std::move(result);
+    });
+    EXPECT_EQ(mean, expected) << codec;
+  }
 }
 
 // All processes of these tests run on one machine.

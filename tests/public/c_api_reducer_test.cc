@@ -54,6 +54,51 @@ TEST(CApiReducer, AReducerOverCallbacksGivesTheBitsOfCpp) {
   }
 }
 
+// A matrix that travels as factors, and a vector beside it. There are no messages with such a plan.
+TEST(CApiReducer, LowRankGivesTheBitsOfCpp) {
+  const char* const codec = "2d=lowrank:rank=3;*=onebit";
+  constexpr uint64_t kRows = 50, kSteps = 5;
+  Hall hall(3);
+  std::vector<std::vector<float>> means(3, std::vector<float>(2 * kCApiCount));
+  run_in_hall(hall, [&](int rank, const gw_communicator& communicator) {
+    gw_plan* plan = nullptr;
+    gw_reducer* reducer = nullptr;
+    EXPECT_EQ(gw_plan_open(codec, &plan), GW_OK) << gw_error();
+    EXPECT_EQ(gw_plan_add_matrix(plan, "weight", GW_F32, kRows, kCApiCount / kRows), GW_OK) << gw_error();
+    EXPECT_EQ(gw_plan_add(plan, "bias", GW_F32, kCApiCount, 1), GW_OK) << gw_error();
+    size_t bytes = 0;
+    EXPECT_EQ(gw_plan_bytes(plan, &bytes), GW_USAGE);
+    EXPECT_NE(std::string(gw_error()).find("lowrank is no codec of messages"), std::string::npos) << gw_error();
+    EXPECT_EQ(gw_plan_add_matrix(plan, "large", GW_F32, UINT64_MAX / 2, 3), GW_USAGE);
+    EXPECT_EQ(gw_reducer_open(&communicator, plan, &reducer), GW_OK) << gw_error();
+    gw_plan_close(plan);
+    float* const mean = means[static_cast<size_t>(rank)].data();
+    for (uint64_t step = 0; step < kSteps; ++step) {
+      const std::vector<float> gradient = c_api_gradient(rank, step);
+      const void* in[] = {gradient.data(), gradient.data()};
+      void* out[] = {mean, mean + kCApiCount};
+      EXPECT_EQ(gw_reducer_run(reducer, step, in, out), GW_OK) << gw_error();
+    }
+    gw_reducer_close(reducer);
+  });
+  EXPECT_EQ(means[0], means[1]);
+  EXPECT_EQ(means[0], means[2]);
+  std::vector<float> expected(2 * kCApiCount);
+  run_loopback(3, [&](Engine& engine) {
+    Reducer reducer(engine, {{"weight", kCApiCount, DType::f32, 2, kRows}, {"bias", kCApiCount, DType::f32, 1}},
+                    {.up = codec});
+    std::vector<float> both(2 * kCApiCount);
+    for (uint64_t step = 0; step < kSteps; ++step) {
+      const std::vector<float> gradient = c_api_gradient(engine.rank(), step);
+      const std::span<const float> in[] = {gradient, gradient};
+      const std::span<float> out[] = {std::span(both).first(kCApiCount), std::span(both).last(kCApiCount)};
+      reducer.run(step, in, out);
+    }
+    if (engine.rank() == 0) expected = both;
+  });
+  EXPECT_EQ(means[0], expected);
+}
+
 // Nodes are given by their number, or found by the communicator's field.
 TEST(CApiReducer, TwoLevelsGiveTheBitsOfCpp) {
   const std::vector<float> expected = means_of_cpp(4, "onebit", 3, ReduceOptions::Method::scatter, 2);
