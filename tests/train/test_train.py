@@ -118,7 +118,7 @@ def registered():
 
 
 CODECS = [*registered(), "optquant:bits=3,mode=biased,refit=2", "casq:bits=1", "dqsgd:budget=3,mode=paper",
-          "fft:theta=0.85", "topk:ratio=0.02,mode=paper"]
+          "fft:theta=0.85", "topk:ratio=0.02,mode=paper", "lowrank:rank=4"]
 
 
 @pytest.mark.parametrize("collective", ["gather", "scatter"])
@@ -134,7 +134,7 @@ def test_workers_hold_the_same_weights_at_every_step(data, codec, collective):
 
 
 @pytest.mark.parametrize("collective", ["gather", "scatter"])
-@pytest.mark.parametrize("codec", ["qsgd:bits=4", "topk:ratio=0.05"])
+@pytest.mark.parametrize("codec", ["qsgd:bits=4", "topk:ratio=0.05", "lowrank:rank=2"])
 def test_buckets_do_not_change_the_weights(small, codec, collective):
     runs = [train(*small, "--codec", codec, "--collective", collective, "--bucket-mb", size) for size in (0.001, 25)]
     assert runs[0].of("start")[0]["buckets"] > 1 == runs[1].of("start")[0]["buckets"]
@@ -168,6 +168,7 @@ def test_what_is_exchanged_follows_from_the_optimizer_and_the_codec(small):
     assert exchanged("--optimizer", "adamw", "--codec", "onebit", "--feedback", "off") == "gradients"
     assert exchanged("--optimizer", "adamw", "--codec", "onebit", "--exchange", "gradients") == "gradients"
     assert exchanged("--optimizer", "adamw", "--codec", "qsgd:bits=4") == "gradients"
+    assert exchanged("--optimizer", "adamw", "--codec", "lowrank") == "gradients"
     assert exchanged("--optimizer", "sgd", "--codec", "onebit") == "gradients"
 
 

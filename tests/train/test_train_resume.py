@@ -32,6 +32,7 @@ CASES = {
     "adam and clusters": ["idx", *MLP, "--codec", "casq:bits=2", "--optimizer", "adam", "--epochs", 20],
     "adamw and frequencies": ["idx", *MLP, "--codec", "fft:theta=0.8", "--optimizer", "adamw", "--clip", 1,
                               "--epochs", 20],
+    "factors": ["idx", *MLP, "--codec", "lowrank:rank=2,alternate=on", "--epochs", 20],
     "dropout": ["idx", *MLP, "--codec", "onebit", "--dropout", 0.3, "--rules", "1d=fp32", "--epochs", 20],
     "accumulated": ["idx", *MLP, "--codec", "qsgd:bits=3", "--feedback", "on", "--accumulate", 2, "--epochs", 30,
                     "--bucket-mb", 0.01],
