@@ -5,7 +5,6 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 
@@ -17,9 +16,6 @@
 namespace gradwire {
 namespace {
 
-constexpr uint64_t kRows = 32;          // that a thread takes at a time
-constexpr uint64_t kColumns = 16 * 64;  // the same of columns: their sums stay in the first cache
-
 std::string state_name(const FactoredMatrix& matrix) { return "lowrank/" + matrix.name; }
 
 uint64_t factor_floats(const FactoredMatrix& matrix) {
@@ -28,23 +24,6 @@ uint64_t factor_floats(const FactoredMatrix& matrix) {
 
 // Extra state is a multiple of 8 bytes.
 uint64_t state_bytes(const FactoredMatrix& matrix) { return (factor_floats(matrix) * sizeof(float) + 7) / 8 * 8; }
-
-float widened(const void* values, DType dtype, uint64_t i) {
-  const uint16_t half = static_cast<const uint16_t*>(values)[i];
-  return dtype == DType::f16 ? f16_to_f32(half) : bf16_to_f32(half);
-}
-
-// Returns whether a finite value became an infinity.
-bool narrow_row(const float* row, uint64_t count, DType dtype, void* values, uint64_t first) {
-  uint16_t* const to = static_cast<uint16_t*>(values) + first;
-  const uint16_t infinity = dtype == DType::f16 ? 0x7c00 : 0x7f80;
-  bool overflow = false;
-  for (uint64_t j = 0; j < count; ++j) {
-    to[j] = dtype == DType::f16 ? f32_to_f16(row[j]) : f32_to_bf16(row[j]);
-    overflow |= (to[j] & infinity) == infinity;
-  }
-  return overflow;
-}
 
 float largest(std::span<const float> values) {
   float top = 0;
@@ -61,7 +40,6 @@ FactorExchange::FactorExchange(Engine& engine, FactorPlan plan, ModelCore& model
     : plan_(std::move(plan)),
       model_(model),
       timer_(timer),
-      kernels_(lowrank_kernels()[lowrank_kernels().size() > 1 ? 1 : 0]),
       pool_(model.job.device().threads),
       lost_weight_(model.job.options.op == ReduceOptions::Op::sum ? 1.0f : static_cast<float>(engine.size())),
       in_(plan_.tensors.size()),
@@ -153,56 +131,28 @@ void FactorExchange::begin(std::span<const void* const> in, std::span<void* cons
     one.in = in[one.of.tensor];
     one.out = out[one.of.tensor];
     one.before = static_cast<const float*>(residuals_->before[k]);
-    one.work = static_cast<float*>(residuals_->after[k]);
+    one.left = static_cast<float*>(residuals_->after[k]);
     one.finite = true;
     one.result_by_p = one.of.codec.alternate && one.of.codec.sends_p(step_);
     in_[one.of.p] = out_[one.of.p] = one.x_p.data();
     in_[one.of.q] = out_[one.of.q] = one.x_q.data();
-    load(one);
     if (one.of.codec.sends_p(step_))
-      project_p(one);
+      project_rows(pool_, matrix(one), one.q.data(), one.x_p.data());
     else
-      project_q(one);
+      project_columns(pool_, matrix(one), one.p.data(), one.x_q.data());
   }
 }
 
-void FactorExchange::for_rows(const Matrix& one, const std::function<void(uint64_t, float*)>& body) {
-  pool_.run((one.of.rows + kRows - 1) / kRows, [&](size_t task, int) {
-    std::vector<float> scratch(one.of.dtype == DType::f32 ? 0 : one.of.columns);
-    float* const row = scratch.empty() ? nullptr : scratch.data();
-    for (uint64_t i = task * kRows; i < std::min(one.of.rows, (task + 1) * kRows); ++i) body(i, row);
-  });
-}
-
-// Residuals are kept unscaled, so M is.
-void FactorExchange::load(Matrix& one) {
-  const uint64_t columns = one.of.columns;
-  const float factor = 1 / model_.how.loss_scale, decay = model_.options.reduce.decay;
-  for_rows(one, [&](uint64_t i, float* scratch) {
-    const float* gradient = static_cast<const float*>(one.in) + i * columns;
-    if (one.of.dtype != DType::f32) {
-      for (uint64_t j = 0; j < columns; ++j) scratch[j] = widened(one.in, one.of.dtype, i * columns + j);
-      gradient = scratch;
-    }
-    kernels_.combine(gradient, factor, one.before + i * columns, decay, columns, one.work + i * columns);
-  });
-}
-
-void FactorExchange::project_p(Matrix& one) {
-  const uint64_t rows = one.of.rows, columns = one.of.columns;
-  for_rows(one, [&](uint64_t i, float*) {
-    kernels_.dots(one.work + i * columns, one.q.data(), one.of.codec.rank, columns, one.x_p.data() + i, rows);
-  });
-}
-
-// Threads share the columns: the order in which rows are added is the same for any number of them.
-void FactorExchange::project_q(Matrix& one) {
-  const uint64_t rows = one.of.rows, columns = one.of.columns;
-  std::fill(one.x_q.begin(), one.x_q.end(), 0.0f);
-  pool_.run((columns + kColumns - 1) / kColumns, [&](size_t task, int) {
-    kernels_.add_rows(one.work, rows, one.p.data(), rows, one.of.codec.rank, columns, task * kColumns,
-                      std::min(columns, (task + 1) * kColumns), one.x_q.data());
-  });
+// Residuals are kept unscaled, so the matrix is.
+LowRankMatrix FactorExchange::matrix(const Matrix& one) const {
+  return {.rows = one.of.rows,
+          .columns = one.of.columns,
+          .rank = one.of.codec.rank,
+          .gradient = one.in,
+          .dtype = one.of.dtype,
+          .residual = one.before,
+          .factor = 1 / model_.how.loss_scale,
+          .decay = model_.options.reduce.decay};
 }
 
 void FactorExchange::run(const Move& move) {
@@ -259,32 +209,22 @@ void FactorExchange::make_base(Matrix& one) {
     make_orthonormal(one.p, one.of.codec.rank, one.p_start);
   else
     one.p = one.p_start;  // what follows is in vain, and must not trap
-  project_q(one);
+  project_columns(pool_, matrix(one), one.p.data(), one.x_q.data());
 }
 
 // From the mean that makes the result: the result, the residual and the next base.
 void FactorExchange::conclude(Matrix& one) {
   const auto timing = timer_.decode();
   const bool is_p = one.result_by_p;
-  const uint64_t rows = one.of.rows, columns = one.of.columns;
   const uint32_t rank = one.of.codec.rank;
   const std::vector<float>& x = one.mean();
   const float scale = model_.how.loss_scale;
   // The rows of the other factor have the length one, so no element of it is larger than that.
   one.finite &= largest(x) * static_cast<float>(rank) * std::max(scale, 1.0f) < 0x1p126f;
-  if (!one.finite) return give_up(one);
-  const float* const left = is_p ? x.data() : one.p.data();
-  const float* const right = is_p ? one.q.data() : x.data();
-  const float* const own_left = is_p ? one.own.data() : one.p.data();
-  const float* const own_right = is_p ? one.q.data() : one.own.data();
-  std::atomic<bool> overflow = false;
-  for_rows(one, [&](uint64_t i, float* scratch) {
-    kernels_.subtract(one.work + i * columns, own_left + i, rows, own_right, rank, columns);
-    float* const row = scratch ? scratch : static_cast<float*>(one.out) + i * columns;
-    kernels_.expand(row, scale, left + i, rows, right, rank, columns);
-    if (scratch && narrow_row(row, columns, one.of.dtype, one.out, i * columns)) overflow = true;
-  });
-  if (overflow) return give_up(one);
+  const LowRankProduct own =
+      is_p ? LowRankProduct{one.own.data(), one.q.data()} : LowRankProduct{one.p.data(), one.own.data()};
+  const LowRankProduct result = is_p ? LowRankProduct{x.data(), one.q.data()} : LowRankProduct{one.p.data(), x.data()};
+  if (!one.finite || split_product(pool_, matrix(one), own, result, scale, one.left, one.out)) return give_up(one);
   std::vector<float>& base = is_p ? one.p : one.q;
   base = x;
   make_orthonormal(base, rank, is_p ? one.p_start : one.q_start);
@@ -298,7 +238,7 @@ void FactorExchange::give_up(Matrix& one) {
     std::fill_n(static_cast<float*>(one.out), count, bits_float(kMarker));
   else
     std::fill_n(static_cast<uint16_t*>(one.out), count, one.of.dtype == DType::f16 ? kMarkerF16 : kMarkerBf16);
-  std::copy_n(one.before, count, one.work);
+  std::copy_n(one.before, count, one.left);
 }
 
 bool FactorExchange::finite() const {

@@ -21,7 +21,7 @@
 #include <span>
 #include <vector>
 
-#include "codec/lowrank/kernels.h"
+#include "codec/lowrank/products.h"
 #include "collective/bucket_transfer.h"
 #include "collective/factor_plan.h"
 #include "collective/model_core.h"
@@ -60,7 +60,7 @@ class FactorExchange {
     const void* in = nullptr;
     void* out = nullptr;
     const float* before = nullptr;
-    float* work = nullptr;     // M, then the new residual
+    float* left = nullptr;     // the residual that the step will leave
     bool result_by_p = false;  // in this step the result is made of the mean of p
     bool finite = true;
     const std::vector<float>& mean() const { return result_by_p ? x_p : x_q; }
@@ -68,21 +68,16 @@ class FactorExchange {
 
   BucketTransfer& first() const { return *first_[step_ % first_.size()]; }
   void read_state();
-  void load(Matrix& matrix);
-  void project_p(Matrix& matrix);
-  void project_q(Matrix& matrix);
+  LowRankMatrix matrix(const Matrix& one) const;
   void exchange(BucketTransfer& bucket, const Move& move, bool second);
   void add_lost(BucketTransfer& bucket, bool second);
-  void make_base(Matrix& matrix);
-  void conclude(Matrix& matrix);
-  void give_up(Matrix& matrix);
-  // `scratch` has room for a row where the tensor is not f32; else it is null.
-  void for_rows(const Matrix& matrix, const std::function<void(uint64_t row, float* scratch)>& body);
+  void make_base(Matrix& one);
+  void conclude(Matrix& one);
+  void give_up(Matrix& one);
 
   FactorPlan plan_;
   ModelCore& model_;
   ReduceTimer& timer_;
-  const LowRankKernels& kernels_;
   Pool pool_;
   float lost_weight_;  // of what the rounding of a mean has left out
   std::vector<Matrix> matrices_;

@@ -44,12 +44,12 @@ Products products_of(const LowRankKernels& k, size_t rows, size_t columns, uint3
                std::vector<float>(rows * columns)};
   k.combine(gradient.data(), 0.25f, before.data(), 0.9f, gradient.size(), all.loaded.data());
   for (size_t i = 0; i < rows; ++i) k.dots(&all.loaded[i * columns], q.data(), rank, columns, &all.x_p[i], rows);
-  for (size_t first = 0; first < columns; first += 48)
-    k.add_rows(all.loaded.data(), rows, p.data(), rows, rank, columns, first, std::min(columns, first + 48),
-               all.x_q.data());
-  all.residual = all.loaded;
+  for (size_t i = 0; i < rows; i += 4)
+    k.add_rows(&all.loaded[i * columns], std::min<size_t>(4, rows - i), &p[i], rows, rank, columns, all.x_q.data(),
+               columns);
+  all.residual.resize(rows * columns);
   for (size_t i = 0; i < rows; ++i) {
-    k.subtract(&all.residual[i * columns], &p[i], rows, q.data(), rank, columns);
+    k.subtract(&all.loaded[i * columns], &p[i], rows, q.data(), rank, columns, &all.residual[i * columns]);
     k.expand(&all.result[i * columns], 3.0f, &p[i], rows, q.data(), rank, columns);
   }
   return all;

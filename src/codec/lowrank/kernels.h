@@ -19,11 +19,12 @@ struct LowRankKernels {
   void (*combine)(const float* gradient, float factor, const float* residual, float decay, size_t n, float* out);
   // x[r * stride] = sum over j of q[r * columns + j] * row[j].
   void (*dots)(const float* row, const float* q, uint32_t rank, size_t columns, float* x, size_t stride);
-  // x[r * columns + j] += sum over `rows` rows i of p[r * stride + i] * matrix[i * columns + j], for j in [first, end).
+  // x[r * x_stride + j] += sum over `rows` rows i, at most four, of p[r * stride + i] * matrix[i * columns + j].
   void (*add_rows)(const float* matrix, size_t rows, const float* p, size_t stride, uint32_t rank, size_t columns,
-                   size_t first, size_t end, float* x);
-  // row[j] -= sum over r of p[r * stride] * q[r * columns + j].
-  void (*subtract)(float* row, const float* p, size_t stride, const float* q, uint32_t rank, size_t columns);
+                   float* x, size_t x_stride);
+  // out[j] = row[j] - sum over r of p[r * stride] * q[r * columns + j].
+  void (*subtract)(const float* row, const float* p, size_t stride, const float* q, uint32_t rank, size_t columns,
+                   float* out);
   // out[j] = scale * (the same sum).
   void (*expand)(float* out, float scale, const float* p, size_t stride, const float* q, uint32_t rank, size_t columns);
 };

@@ -24,21 +24,21 @@ struct LowRankProducts {
     if (rank - r == 1) dots_of<1>(row, q + r * columns, columns, x + r * stride, stride);
   }
 
-  // Four rows at a time, so that x is read and written once for four of them.
+  // Four rows at once read and write x once.
   static void add_rows(const float* matrix, size_t rows, const float* p, size_t stride, uint32_t rank, size_t columns,
-                       size_t first, size_t end, float* x) {
-    size_t i = 0;
-    for (; i + 4 <= rows; i += 4) add_rows_of<4>(matrix + i * columns, p + i, stride, rank, columns, first, end, x);
-    for (; i < rows; ++i) add_rows_of<1>(matrix + i * columns, p + i, stride, rank, columns, first, end, x);
+                       float* x, size_t x_stride) {
+    if (rows == 4) return add_rows_of<4>(matrix, p, stride, rank, columns, x, x_stride);
+    for (size_t i = 0; i < rows; ++i) add_rows_of<1>(matrix + i * columns, p + i, stride, rank, columns, x, x_stride);
   }
 
-  static void subtract(float* row, const float* p, size_t stride, const float* q, uint32_t rank, size_t columns) {
+  static void subtract(const float* row, const float* p, size_t stride, const float* q, uint32_t rank, size_t columns,
+                       float* out) {
     float own[kMostRank];
     gather(p, stride, rank, own);
     const size_t whole = columns / kWidth * kWidth;
     for (size_t j = 0; j < whole; j += kWidth)
-      L::store(L::sub(L::load(row + j), product(own, q + j, rank, columns)), row + j);
-    for (size_t j = whole; j < columns; ++j) row[j] -= product_of_one(own, q + j, rank, columns);
+      L::store(L::sub(L::load(row + j), product(own, q + j, rank, columns)), out + j);
+    for (size_t j = whole; j < columns; ++j) out[j] = row[j] - product_of_one(own, q + j, rank, columns);
   }
 
   static void expand(float* out, float scale, const float* p, size_t stride, const float* q, uint32_t rank,
@@ -90,18 +90,18 @@ struct LowRankProducts {
 
   template <size_t kRows>
   static GW_BODY void add_rows_of(const float* matrix, const float* p, size_t stride, uint32_t rank, size_t columns,
-                                  size_t first, size_t end, float* x) {
-    const size_t whole = first + (end - first) / kWidth * kWidth;
+                                  float* x, size_t x_stride) {
+    const size_t whole = columns / kWidth * kWidth;
     for (uint32_t r = 0; r < rank; ++r) {
       F by[kRows];
       for (size_t i = 0; i < kRows; ++i) by[i] = L::set(p[r * stride + i]);
-      float* const to = x + r * columns;
-      for (size_t j = first; j < whole; j += kWidth) {
+      float* const to = x + r * x_stride;
+      for (size_t j = 0; j < whole; j += kWidth) {
         F sum = L::load(to + j);
         for (size_t i = 0; i < kRows; ++i) sum = L::add(sum, L::mul(by[i], L::load(matrix + i * columns + j)));
         L::store(sum, to + j);
       }
-      for (size_t j = whole; j < end; ++j)
+      for (size_t j = whole; j < columns; ++j)
         for (size_t i = 0; i < kRows; ++i) to[j] += p[r * stride + i] * matrix[i * columns + j];
     }
   }
