@@ -28,6 +28,7 @@ void bind_message(py::module_& module);
 void bind_runner(py::module_& module);
 void bind_feedback(py::module_& module);
 void bind_optim(py::module_& module);
+void bind_lowrank(py::module_& module);
 void bind_report(py::module_& module);  // only where nlohmann-json is found
 
 inline std::span<std::byte> bytes_at(Address address, size_t bytes) {

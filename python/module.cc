@@ -14,6 +14,7 @@ PYBIND11_MODULE(_core, module) {
   python::bind_message(module);
   python::bind_runner(module);
   python::bind_optim(module);
+  python::bind_lowrank(module);
   bind_relay(module);
 #ifdef GRADWIRE_HAS_REPORT
   python::bind_report(module);

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
 import gradwire.torch as gw
+from gradwire.torch import _lowrank
 from gradwire.torch._lowrank import FactorGroup, orthonormal
 from gradwire.torch._lowrank_spec import LowRank, MatrixShape
 
@@ -103,6 +104,34 @@ def test_result_and_residual_are_gradient_and_residual(ranks: Ranks, codec: str)
     for same, worst, kept in ranks.run(3, nothing_is_lost, codec):
         assert same and kept == 3
         assert worst < 3e-6, "float32 rounds sums of a few terms; a share of the rounding of 4 bits would be 1e-2"
+
+
+def with_products_of_torch(rank: Rank, codec: str, dtype: torch.dtype) -> list[float]:
+    """By how much results and residuals differ where torch computes the products, as it does on a GPU; and what is lost
+    then."""
+    every: list[list[torch.Tensor]] = []
+    lost = 0.0
+    for core in (True, False):
+        on_core = _lowrank.on_core
+        _lowrank.on_core = lambda device, core=core: core  # type: ignore[assignment, misc]
+        try:
+            ddp, hook = made(rank, codec, dtype)
+            seen = [one for step in range(5) for one in results(ddp, drawn(rank, step, dtype))]
+            every.append(seen + list(residuals(hook).values()))
+            if not core and dtype == torch.float32:
+                lost = nothing_is_lost(rank, codec)[1]
+        finally:
+            _lowrank.on_core = on_core
+    return [float((a.double() - b.double()).norm() / a.double().norm()) for a, b in zip(*every)] + [lost]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["on", "off"])
+def test_products_of_torch_are_those_of_the_core(ranks: Ranks, way: str, dtype: torch.dtype) -> None:
+    """Factors of 32 bits, since a rounding to few bits may go either way."""
+    rounding = 1e-4 if dtype == torch.float32 else 2e-2
+    for differences in ranks.run(2, with_products_of_torch, f"lowrank:rank=2,bits=32,alternate={way}", dtype):
+        assert max(differences) < rounding
 
 
 def beside_powersgd(rank: Rank) -> list[tuple[float, float]]:
@@ -431,7 +460,7 @@ def refusals(rank: Rank, codec: str, options: dict[str, Any]) -> None:
         ("lowrank", {"guard": 0.5}, "guard is given"),
         ("lowrank", {"feedback": False}, "feedback is False"),
         ("lowrank", {"residual": torch.bfloat16}, "residual is torch.bfloat16"),
-        ("qsgd:bits=4", {"down": "lowrank"}, "lowrank works in the hook of PyTorch's DistributedDataParallel only"),
+        ("qsgd:bits=4", {"down": "lowrank"}, "lowrank is no codec of messages"),
     ],
 )
 def test_refused_by_name_on_all_ranks(ranks: Ranks, codec: str, options: dict[str, Any], words: str) -> None:
@@ -454,7 +483,7 @@ def test_fsdp_and_other_hooks_refuse_it_by_name(ranks: Ranks, where: Any) -> Non
     with pytest.raises(RankError) as error:
         ranks.run(2, where)
     for kind, told in error.value.errors.values():
-        assert kind == "UnsupportedError" and "DistributedDataParallel only" in told
+        assert kind == "UnsupportedError" and "no codec of messages" in told
 
 
 def disagree(rank: Rank, what: str) -> None:
@@ -494,7 +523,7 @@ def test_other_users_of_codecs_refuse_it_by_name() -> None:
         lambda: gradwire.Rules("2d=lowrank:rank=4;*=fp32"),
         lambda: gradwire.encode(torch.ones(8, 8).numpy(), "lowrank"),
     ):
-        with pytest.raises(gradwire.Error, match="lowrank works in the hook of PyTorch's DistributedDataParallel only"):
+        with pytest.raises(gradwire.Error, match="lowrank is no codec of messages"):
             call()
 
 

@@ -4,14 +4,17 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <random>
 #include <vector>
 
 #include "codec/lowrank/kernels.h"
 #include "codec/lowrank/lowrank.h"
 #include "codec/lowrank/orthonormal.h"
+#include "codec/lowrank/products.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -49,7 +52,7 @@ Products products_of(const LowRankKernels& k, size_t rows, size_t columns, uint3
                columns);
   all.residual.resize(rows * columns);
   for (size_t i = 0; i < rows; ++i) {
-    k.subtract(&all.loaded[i * columns], &p[i], rows, q.data(), rank, columns, &all.residual[i * columns]);
+    k.subtract(&all.loaded[i * columns], &p[i], rows, q.data(), rank, columns, &all.residual[i * columns], false);
     k.expand(&all.result[i * columns], 3.0f, &p[i], rows, q.data(), rank, columns);
   }
   return all;
@@ -102,6 +105,48 @@ TEST(LowRankKernels, AreProductsOfMatrices) {
       EXPECT_NEAR(found.residual[i * columns + j], m(i, j) - sum, tolerance);
       EXPECT_NEAR(found.result[i * columns + j], 3 * sum, tolerance);
     }
+}
+
+// Whole matrices, one of them large enough to be written past the caches.
+TEST(LowRankMatrix, HasTheBitsOfItsRowsForAnyNumberOfThreads) {
+  const uint32_t rank = 3;
+  for (const auto& [rows, columns] : std::vector<std::pair<size_t, size_t>>{{37, 53}, {600, 1024}, {301, 1100}}) {
+    const size_t count = rows * columns;
+    const std::vector<float> gradient = normals(count, 1), residual = normals(count, 2), p = normals(rank * rows, 3),
+                             q = normals(rank * columns, 4), own = normals(rank * columns, 5);
+    const LowRankKernels& k = lowrank_kernels()[0];
+    std::vector<float> m(count), x_p(rank * rows), x_q(rank * columns), left(count), result(count);
+    k.combine(gradient.data(), 2.0f, residual.data(), 0.5f, count, m.data());
+    for (size_t i = 0; i < rows; ++i) {
+      k.dots(&m[i * columns], q.data(), rank, columns, &x_p[i], rows);
+      k.subtract(&m[i * columns], &p[i], rows, own.data(), rank, columns, &left[i * columns], false);
+      k.expand(&result[i * columns], 4.0f, &p[i], rows, q.data(), rank, columns);
+    }
+    for (size_t i = 0; i < rows; i += 4)
+      k.add_rows(&m[i * columns], std::min<size_t>(4, rows - i), &p[i], rows, rank, columns, x_q.data(), columns);
+    for (const int threads : {1, 3}) {
+      Pool pool(threads);
+      std::vector<float> in = gradient, found_p(x_p.size()), found_q(x_q.size());
+      // As allocators for tensors do it.
+      const std::unique_ptr<float, decltype(&std::free)> found(
+          static_cast<float*>(std::aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64)), &std::free);
+      LowRankMatrix matrix{.rows = rows,
+                           .columns = columns,
+                           .rank = rank,
+                           .gradient = in.data(),
+                           .residual = residual.data(),
+                           .factor = 2,
+                           .decay = 0.5f};
+      project_rows(pool, matrix, q.data(), found_p.data());
+      project_columns(pool, matrix, p.data(), found_q.data());
+      EXPECT_FALSE(
+          split_product(pool, matrix, {p.data(), own.data()}, {p.data(), q.data()}, 4, found.get(), in.data()));
+      EXPECT_TRUE(same_bits(found_p, x_p));
+      EXPECT_TRUE(same_bits(found_q, x_q));
+      EXPECT_TRUE(same_bits(in, result));
+      EXPECT_TRUE(same_bits(std::vector<float>(found.get(), found.get() + count), left));
+    }
+  }
 }
 
 double product(const std::vector<float>& f, size_t n, size_t a, const std::vector<float>& g, size_t b) {

@@ -98,7 +98,8 @@ TEST(LowRankLoop, FollowsExactMeansOnlyWithFeedback) {
         const End found = train(profile, codec, seed, true);
         EXPECT_LT(found.loss, 1.15 * exact.loss) << what;
         EXPECT_LT(found.owed, 4) << what;
-        if (seed == 1) EXPECT_GT(train(profile, codec, seed, false).loss, 2 * exact.loss) << what << " shows nothing";
+        if (seed > 1) continue;
+        EXPECT_GT(train(profile, codec, seed, false).loss, 2 * exact.loss) << what << ": the test shows nothing";
       }
     }
 }

@@ -19,8 +19,9 @@ over the ranks are the same, and a rank's own noise, which cancels in the mean, 
 it would make every later message coarser. What the owner's rounding of a mean has left out is added to the residual of
 the owner, W times, so that the mean of the residuals is exactly what the result lacks.
 
-Matrices of one shape are stacked, so that one call of torch serves all that stand next to each other in a bucket.
-Nothing here waits for a GPU.
+Matrices of one shape are stacked, so that one call serves all that stand next to each other in a bucket. On a GPU the
+products are torch's, and nothing here waits for it. On the CPU they are the core's, which give the same bits on every
+processor, and read each gradient as few times as they can: M is not stored there.
 """
 
 from __future__ import annotations
@@ -31,15 +32,28 @@ from typing import Iterable, Sequence
 
 import torch
 
+from .. import _core
+from ._hook import DTYPES
 from ._lowrank_spec import LowRank, MatrixShape
 
 _SHIFT, _DEPENDENT = 1e-10, 1e-8  # of a squared length, in double; see orthonormal()
+
+
+def on_core(device: torch.device) -> bool:
+    """Whether the products of matrices on this device are the core's."""
+    return device.type == "cpu"
 
 
 def orthonormal(factors: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Stacks of factors with orthonormal rows that span what the rows of `factors` span: Cholesky's factorisation of
     their Gram matrices, in double, twice. A row that is zero, or that earlier rows span (but for an angle of 1e-4), is
     replaced by the row of `starts` in its place. Factors that are not finite give anything, finite or not."""
+    if factors and on_core(factors[0].device):
+        made = [factor.float().clone(memory_format=torch.contiguous_format) for factor in factors]
+        for one, start in zip(made, starts):
+            start = start.float().contiguous()
+            _core.make_orthonormal(one.data_ptr(), *one.shape, start.data_ptr())
+        return made
     wide = [factor.double() for factor in factors]
     for again in (False, True):
         made = [torch.empty(0)] * len(wide)
@@ -85,7 +99,13 @@ class FactorGroup:
     """The matrices of one shape and one codec, `parameters` of the model, as stacks."""
 
     def __init__(
-        self, codec: LowRank, shape: MatrixShape, parameters: Sequence[int], names: Sequence[str], device: torch.device
+        self,
+        codec: LowRank,
+        shape: MatrixShape,
+        parameters: Sequence[int],
+        names: Sequence[str],
+        device: torch.device,
+        threads: int = 1,
     ) -> None:
         self.codec, self.parameters, self.rank = codec, list(parameters), codec.rank
         self.rows, self.columns = shape.rows, shape.columns
@@ -100,7 +120,10 @@ class FactorGroup:
         self.own_p, self.own_q = torch.zeros_like(self.p), torch.zeros_like(self.q)
         size = (len(self.parameters), self.rows, self.columns)
         self.residual = torch.zeros(size, device=device)
-        self.work = torch.zeros(size, device=device)  # M, and then the residual that the open step will leave
+        self.work = torch.zeros(size, device=device)  # the residual that the open step will leave. On a GPU first M
+        self.pool = _core.Pool(threads) if on_core(device) else None
+        self.gradients = [torch.empty(0)] * len(self.parameters)  # of the open step, on the CPU
+        self.mix = 1.0, 1.0  # of the gradient and of the residual in M
 
     def _start(self, which: str, size: int, names: Sequence[str]) -> torch.Tensor:
         drawn = []
@@ -163,11 +186,40 @@ class Run:
 
     def load(self, matrices: Sequence[torch.Tensor], factor: float, decay: float) -> None:
         """M = factor * gradient + decay * residual."""
+        if self.group.pool is not None:
+            self.group.gradients[self.first : self.end] = matrices
+            self.group.mix = factor, decay
+            return
         for out, gradient, residual in zip(self.work, matrices, self.cut(self.group.residual)):
             if factor == 1 and gradient.dtype == torch.float32:
                 torch.add(gradient, residual, alpha=decay, out=out)
             else:
                 out.copy_(gradient).mul_(factor).add_(residual, alpha=decay)
+
+    @property
+    def matrices(self) -> _core.LowRankMatrices:
+        """What load() was given, on the CPU."""
+        group = self.group
+        assert group.pool is not None
+        gradients = group.gradients[self.first : self.end]
+        return _core.LowRankMatrices(
+            group.pool,
+            group.rows,
+            group.columns,
+            group.rank,
+            [one.data_ptr() for one in gradients],
+            DTYPES[gradients[0].dtype],
+            self.cut(group.residual).data_ptr(),
+            *group.mix,
+        )
+
+    def whole(self) -> torch.Tensor:
+        """M, for measurements."""
+        if self.group.pool is None:
+            return self.work
+        factor, decay = self.group.mix
+        gradients = self.group.gradients[self.first : self.end]
+        return torch.stack([one.float() for one in gradients]) * factor + decay * self.cut(self.group.residual)
 
     def keep(self, parameter: int) -> None:
         """This parameter was used by no rank: it leaves the step as it came."""
@@ -179,21 +231,45 @@ class Run:
             stack[at].zero_()
 
     def project_p(self) -> None:
-        torch.bmm(self.cut(self.group.q), self.work.mT, out=self.cut(self.group.x_p))
+        """x_p = q M^T."""
+        q, x = self.cut(self.group.q), self.cut(self.group.x_p)
+        if self.group.pool is not None:
+            self.matrices.project_rows(q.data_ptr(), x.data_ptr())
+        else:
+            torch.bmm(q, self.work.mT, out=x)
 
-    def project_q(self, p: torch.Tensor) -> None:
-        torch.bmm(self.cut(p), self.work, out=self.cut(self.group.x_q))
+    def project_q(self) -> None:
+        """x_q = p M."""
+        p, x = self.cut(self.group.p), self.cut(self.group.x_q)
+        if self.group.pool is not None:
+            self.matrices.project_columns(p.data_ptr(), x.data_ptr())
+        else:
+            torch.bmm(p, self.work, out=x)
 
-    def subtract(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """M - left^T right, the residual that the step will leave."""
-        self.work.baddbmm_(self.cut(left).mT, self.cut(right), alpha=-1)
-
-    def give(self, left: torch.Tensor, right: torch.Tensor, matrices: Sequence[torch.Tensor], scale: float) -> None:
-        """The result, in the place of the gradients."""
-        for out, one, other in zip(matrices, self.cut(left), self.cut(right)):
+    def split(
+        self,
+        own: tuple[torch.Tensor, torch.Tensor],
+        result: tuple[torch.Tensor, torch.Tensor],
+        matrices: Sequence[torch.Tensor],
+        scale: float,
+    ) -> None:
+        """M - own, the residual that the step will leave; and the result, in the place of the gradients. Both are
+        products left^T right."""
+        own, result = (self.cut(own[0]), self.cut(own[1])), (self.cut(result[0]), self.cut(result[1]))
+        if self.group.pool is not None:
+            self.matrices.split(
+                (own[0].data_ptr(), own[1].data_ptr()),
+                (result[0].data_ptr(), result[1].data_ptr()),
+                scale,
+                self.work.data_ptr(),
+                [one.data_ptr() for one in matrices],
+            )
+            return
+        self.work.baddbmm_(own[0].mT, own[1], alpha=-1)
+        for out, left, right in zip(matrices, *result):
             if scale != 1:
-                other = other * scale
+                right = right * scale
             if out.dtype == torch.float32:
-                torch.mm(one.mT, other, out=out)
+                torch.mm(left.mT, right, out=out)
             else:
-                out.copy_(torch.mm(one.mT, other))
+                out.copy_(torch.mm(left.mT, right))

@@ -67,7 +67,7 @@ class LowRankHook(DdpHook):
             if isinstance(one, LowRank):
                 alike.setdefault((self._shapes[i].rows, self._shapes[i].columns, one), []).append(i)
         self._groups = [
-            FactorGroup(one, self._shapes[some[0]], some, self._names, self._device)
+            FactorGroup(one, self._shapes[some[0]], some, self._names, self._device, self._threads)
             for (_, _, one), some in alike.items()
         ]
         self._matrices = {i: group for group in self._groups for i in group.parameters}
@@ -281,7 +281,7 @@ class LowRankHook(DdpHook):
 
     def _measure_before(self, run: Run) -> None:
         if self._meters.due:
-            for one, matrix in zip(run.parameters, run.work):
+            for one, matrix in zip(run.parameters, run.whole()):
                 self._meters._squares[one] = (torch.zeros(()), matrix.double().square().sum())
 
     def _measure_after(self, run: Run) -> None:

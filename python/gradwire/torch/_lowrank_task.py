@@ -86,11 +86,12 @@ class FactorTask(CodingTask):
                 found.add_(run.cut(group.taint))
             self.hook._taints.append(found.sum())
             stack.add_(found)
+            own, result = (
+                ((group.own_p, group.q), (group.x_p, group.q)) if p else ((group.p, group.own_q), (group.p, group.x_q))
+            )
             self.hook._measure_before(run)
-            run.subtract(*((group.own_p, group.q) if p else (group.p, group.own_q)))
+            run.split(own, result, [self.hook._views[one] for one in run.parameters], self.hook._open_scale)
             self.hook._measure_after(run)
-            left, right = (group.x_p, group.q) if p else (group.p, group.x_q)
-            run.give(left, right, [self.hook._views[one] for one in run.parameters], self.hook._open_scale)
         starts = [run.cut(run.group.p_start if p else run.group.q_start) for run, p in values]
         for (run, p), made in zip(values, orthonormal(stacks, starts)):
             run.cut(run.group.new_p if p else run.group.new_q).copy_(made)
@@ -137,7 +138,7 @@ class FirstExchange(FactorTask):
                 matrices = [hook._shapes[one].of(self.gradients[one]) for one in run.parameters]
                 hook._views.update(zip(run.parameters, matrices))
                 run.load(matrices, 1 / hook._open_scale, hook._model_options["decay"])
-                run.project_p() if p else run.project_q(run.group.p)
+                run.project_p() if p else run.project_q()
                 for one in idle.intersection(run.parameters):
                     run.keep(one)
             hook._idle |= idle
@@ -183,7 +184,7 @@ class FirstExchange(FactorTask):
         for run, found, made in zip(runs, taints(stacks), bases):
             run.cut(run.group.taint).copy_(found)
             run.cut(run.group.p).copy_(made)
-            run.project_q(run.group.p)
+            run.project_q()
             self.hook._keep_idle(run)
 
     def complete(self) -> None:

@@ -22,9 +22,10 @@ struct LowRankKernels {
   // x[r * x_stride + j] += sum over `rows` rows i, at most four, of p[r * stride + i] * matrix[i * columns + j].
   void (*add_rows)(const float* matrix, size_t rows, const float* p, size_t stride, uint32_t rank, size_t columns,
                    float* x, size_t x_stride);
-  // out[j] = row[j] - sum over r of p[r * stride] * q[r * columns + j].
+  // out[j] = row[j] - sum over r of p[r * stride] * q[r * columns + j]. `stream`: past the caches, where `out` is
+  // aligned to 64 bytes.
   void (*subtract)(const float* row, const float* p, size_t stride, const float* q, uint32_t rank, size_t columns,
-                   float* out);
+                   float* out, bool stream);
   // out[j] = scale * (the same sum).
   void (*expand)(float* out, float scale, const float* p, size_t stride, const float* q, uint32_t rank, size_t columns);
 };

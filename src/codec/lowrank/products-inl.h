@@ -32,12 +32,16 @@ struct LowRankProducts {
   }
 
   static void subtract(const float* row, const float* p, size_t stride, const float* q, uint32_t rank, size_t columns,
-                       float* out) {
+                       float* out, bool stream) {
     float own[kMostRank];
     gather(p, stride, rank, own);
     const size_t whole = columns / kWidth * kWidth;
-    for (size_t j = 0; j < whole; j += kWidth)
-      L::store(L::sub(L::load(row + j), product(own, q + j, rank, columns)), out + j);
+    if (stream)
+      for (size_t j = 0; j < whole; j += kWidth)
+        L::stream(L::sub(L::load(row + j), product(own, q + j, rank, columns)), out + j);
+    else
+      for (size_t j = 0; j < whole; j += kWidth)
+        L::store(L::sub(L::load(row + j), product(own, q + j, rank, columns)), out + j);
     for (size_t j = whole; j < columns; ++j) out[j] = row[j] - product_of_one(own, q + j, rank, columns);
   }
 

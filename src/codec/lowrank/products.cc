@@ -12,8 +12,9 @@
 namespace gradwire {
 namespace {
 
-constexpr uint64_t kRows = 32;          // that a thread takes at a time
-constexpr uint64_t kColumns = 16 * 64;  // the same of columns: their sums stay in the first cache
+constexpr uint64_t kRows = 32;              // that a thread takes at a time
+constexpr uint64_t kStreamBytes = 1 << 20;  // a residual of this size is not in a cache when it is read again
+constexpr uint64_t kColumns = 16 * 64;      // the same of columns: their sums stay in the first cache
 
 const LowRankKernels& best() {
   static const LowRankKernels& kernels = lowrank_kernels()[lowrank_kernels().size() > 1 ? 1 : 0];
@@ -81,10 +82,12 @@ void project_columns(Pool& pool, const LowRankMatrix& m, const float* p, float* 
 bool split_product(Pool& pool, const LowRankMatrix& m, const LowRankProduct& own, const LowRankProduct& result,
                    float scale, float* left, void* out) {
   std::atomic<bool> overflow = false;
+  const bool large = m.rows * m.columns * sizeof(float) >= kStreamBytes;
   for_rows(pool, m, [&](uint64_t i, float* row) {
     load_row(m, i, 0, m.columns, row);
     const uint64_t at = i * m.columns;
-    best().subtract(row, own.left + i, m.rows, own.right, m.rank, m.columns, left + at);
+    const bool stream = large && reinterpret_cast<uintptr_t>(left + at) % 64 == 0;
+    best().subtract(row, own.left + i, m.rows, own.right, m.rank, m.columns, left + at, stream);
     const bool narrow = m.dtype != DType::f32;
     float* const wide = narrow ? row + m.columns : static_cast<float*>(out) + at;
     best().expand(wide, scale, result.left + i, m.rows, result.right, m.rank, m.columns);
