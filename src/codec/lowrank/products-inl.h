@@ -33,26 +33,20 @@ struct LowRankProducts {
 
   static void subtract(const float* row, const float* p, size_t stride, const float* q, uint32_t rank, size_t columns,
                        float* out, bool stream) {
-    float own[kMostRank];
-    gather(p, stride, rank, own);
-    const size_t whole = columns / kWidth * kWidth;
-    if (stream)
-      for (size_t j = 0; j < whole; j += kWidth)
-        L::stream(L::sub(L::load(row + j), product(own, q + j, rank, columns)), out + j);
-    else
-      for (size_t j = 0; j < whole; j += kWidth)
-        L::store(L::sub(L::load(row + j), product(own, q + j, rank, columns)), out + j);
-    for (size_t j = whole; j < columns; ++j) out[j] = row[j] - product_of_one(own, q + j, rank, columns);
+    const auto put = [&](F sum, size_t j) GW_LAMBDA {
+      const F left = L::sub(L::load(row + j), sum);
+      stream ? L::stream(left, out + j) : L::store(left, out + j);
+    };
+    const auto put_one = [&](float sum, size_t j) GW_LAMBDA { out[j] = row[j] - sum; };
+    for_products(p, stride, q, rank, columns, put, put_one);
   }
 
   static void expand(float* out, float scale, const float* p, size_t stride, const float* q, uint32_t rank,
                      size_t columns) {
-    float own[kMostRank];
-    gather(p, stride, rank, own);
     const F by = L::set(scale);
-    const size_t whole = columns / kWidth * kWidth;
-    for (size_t j = 0; j < whole; j += kWidth) L::store(L::mul(product(own, q + j, rank, columns), by), out + j);
-    for (size_t j = whole; j < columns; ++j) out[j] = product_of_one(own, q + j, rank, columns) * scale;
+    const auto put = [&](F sum, size_t j) GW_LAMBDA { L::store(L::mul(sum, by), out + j); };
+    const auto put_one = [&](float sum, size_t j) GW_LAMBDA { out[j] = sum * scale; };
+    for_products(p, stride, q, rank, columns, put, put_one);
   }
 
   static LowRankKernels kernels(const char* name) { return {name, combine, dots, add_rows, subtract, expand}; }
@@ -110,17 +104,39 @@ struct LowRankProducts {
     }
   }
 
-  static GW_BODY void gather(const float* p, size_t stride, uint32_t rank, float* own) {
+  // The sum over r of p[r * stride] * q[r * columns + j] for every j, several vectors side by side.
+  template <class Put, class PutOne>
+  static GW_BODY void for_products(const float* p, size_t stride, const float* q, uint32_t rank, size_t columns,
+                                   const Put& put, const PutOne& put_one) {
+    float own[kMostRank];
     for (uint32_t r = 0; r < rank; ++r) own[r] = p[r * stride];
-  }
-  static GW_BODY F product(const float* p, const float* q, uint32_t rank, size_t columns) {
-    F sum = L::mul(L::set(p[0]), L::load(q));
-    for (uint32_t r = 1; r < rank; ++r) sum = L::add(sum, L::mul(L::set(p[r]), L::load(q + r * columns)));
-    return sum;
-  }
-  static GW_BODY float product_of_one(const float* p, const float* q, uint32_t rank, size_t columns) {
-    float sum = p[0] * q[0];
-    for (uint32_t r = 1; r < rank; ++r) sum += p[r] * q[r * columns];
-    return sum;
+    size_t j = 0;
+    for (; j + 4 * kWidth <= columns; j += 4 * kWidth) {
+      const F first = L::set(own[0]);
+      F a = L::mul(first, L::load(q + j)), b = L::mul(first, L::load(q + j + kWidth)),
+        c = L::mul(first, L::load(q + j + 2 * kWidth)), d = L::mul(first, L::load(q + j + 3 * kWidth));
+      for (uint32_t r = 1; r < rank; ++r) {
+        const F by = L::set(own[r]);
+        const float* const from = q + r * columns + j;
+        a = L::add(a, L::mul(by, L::load(from)));
+        b = L::add(b, L::mul(by, L::load(from + kWidth)));
+        c = L::add(c, L::mul(by, L::load(from + 2 * kWidth)));
+        d = L::add(d, L::mul(by, L::load(from + 3 * kWidth)));
+      }
+      put(a, j);
+      put(b, j + kWidth);
+      put(c, j + 2 * kWidth);
+      put(d, j + 3 * kWidth);
+    }
+    for (; j + kWidth <= columns; j += kWidth) {
+      F sum = L::mul(L::set(own[0]), L::load(q + j));
+      for (uint32_t r = 1; r < rank; ++r) sum = L::add(sum, L::mul(L::set(own[r]), L::load(q + r * columns + j)));
+      put(sum, j);
+    }
+    for (; j < columns; ++j) {
+      float sum = own[0] * q[j];
+      for (uint32_t r = 1; r < rank; ++r) sum += own[r] * q[r * columns + j];
+      put_one(sum, j);
+    }
   }
 };
