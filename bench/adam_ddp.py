@@ -39,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 BENCH = Path(__file__).resolve().parent
 sys.path[:0] = [str(BENCH), str(BENCH.parent / "examples")]
 from ddp_gpt import GPT, held_out_loss, loss_of, sequences  # noqa: E402
+from ddp_worker import powersgd_bits  # noqa: E402
 from rows import Rows  # noqa: E402
 
 WORLD = 4
@@ -117,7 +118,8 @@ def attach(label, ddp, optimizer, options):
         start = options.steps // 10
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=max(start, 2))
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return powersgd_bits(ddp.module, start / options.steps)
+        exact, bits = start / options.steps, powersgd_bits(ddp.module, 4)
+        return 32 * exact + (1 - exact) * bits
     import gradwire.torch as gw
     if label == "1-bit adam":
         return gw.compress(ddp, "onebit", warmup=optimizer.freeze, seed=options.seed)
@@ -126,16 +128,6 @@ def attach(label, ddp, optimizer, options):
     if "warmup" in given:
         given["warmup"] = max(2, int(options.steps * given["warmup"]))
     return gw.compress(ddp, codec, steps=options.steps, seed=options.seed, **given)
-
-
-def powersgd_bits(model, exact_share):
-    """fp32 factors of rank 4 where they are at most half as large as the matrix, else fp32, as the hook decides."""
-    sent = total = 0
-    for p in model.parameters():
-        n, m = (p.shape[0], p.numel() // p.shape[0]) if p.dim() > 1 else (p.numel(), 1)
-        sent += (n + m) * 4 if p.dim() > 1 and (n + m) * 4 * 2 < n * m else n * m
-        total += n * m
-    return 32 * (exact_share + (1 - exact_share) * sent / total)
 
 
 def optimizer_of(label, model, options):

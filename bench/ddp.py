@@ -22,7 +22,7 @@ step with compute and no communication, t_alone the same difference without comp
 all of it was waited for.
 
 `loss`: a real training (Fashion-MNIST, small convolutional network, 4 ranks over loopback, no shaping), the same steps
-for all.
+for all: "fp32", "fp16", "powersgd4", and one per --codec.
 
 A --codec is a codec, which may be followed by arguments of gradwire.torch.compress, and by bucket_cap_mb of DDP:
 --codec "onebit down=qsgd:bits=4 bucket_cap_mb=4". Run it with the Python that has torch. GRADWIRE_BIN names the
@@ -30,6 +30,8 @@ program, which is asked for the machine's name only.
 """
 
 import argparse
+import json
+import math
 import shlex
 import signal
 import statistics
@@ -208,41 +210,70 @@ def links(options):
 # Loss.
 
 
+def wanted_loss(name, bits):
+    """The bound on the training loss over PowerSGD's, and what it is for."""
+    if name == "topk:ratio=0.03,bits=2":
+        return "<= 1", "wanted of at most 0.35 bits up"
+    if bits < 1 and name.startswith(("lowrank", "topk")):
+        return "<= 1.01", "wanted of lowrank and topk below one bit"
+    if bits <= 1.5:
+        return "<= 1.02", "wanted of one codec that is faster at 100 Mb/s too (of_powersgd4 in `links`)"
+    return "", ""
+
+
+def finished(options, variant, seed):
+    """Where a run is kept."""
+    name = "".join(c if c.isalnum() else "-" for c in f"{variant['name']} {options.train_steps} {options.batch}")
+    return options.out / f"{name}-{options.rate:g}.{seed}.json" if options.out else None
+
+
+def run_or_read(ranks, options, variant, seed, start):
+    file = finished(options, variant, seed)
+    if file and file.exists():
+        return json.loads(file.read_text())
+    order = {"train": variant, "steps": options.train_steps, "seed": seed, "start": start}
+    answers = ranks.ask({**order, "batch": options.batch, "rate": options.rate}, 900)
+    assert len({answer["test_loss"] for answer in answers}) == 1, f"ranks hold different weights: {answers}"
+    result = answers[0]
+    print(
+        f"seed {seed}  {variant['name']:<36} train loss {result['train_loss']:.4f}  "
+        f"test loss {result['test_loss']:.4f}  accuracy {result['test_accuracy']:.2f} %  "
+        f"{result['step_s'] * 1e3:.1f} ms/step  {result['bits']:.2f} bits; {load_note()}",
+        flush=True,
+    )
+    if file:
+        file.write_text(json.dumps(result))
+    return result
+
+
+def paired(rows, command, metric, values, bound="", note=""):
+    """The mean over seeds; with several, its standard error and range in the note."""
+    if len(values) > 1:
+        error = statistics.stdev(values) / math.sqrt(len(values))
+        spread = f"paired by seed; standard error {error:.4f}; {min(values):.4f} to {max(values):.4f}"
+    else:
+        spread = "paired by seed; one seed"
+    rows.add(command, metric, statistics.mean(values), "%" if "accuracy" in metric else "1", bound,
+             "; ".join(part for part in (spread, note) if part))  # fmt: skip
+
+
 def loss(options):
     if not Path("/usr/share/datasets/fashion-mnist").exists():
         sys.exit("ddp.py: /usr/share/datasets/fashion-mnist not found (Debian package dataset-fashion-mnist)")
     rows = Rows()
     start = max(2, options.train_steps // 20)
-    variants = RIVALS[1:2] + RIVALS[3:] + [variant_of(text) for text in options.codec]
+    variants = RIVALS[1:] + [variant_of(text) for text in options.codec]
     for variant in variants:
         if variant["kind"] == "gradwire":
             variant["options"].setdefault("warmup", start)  # as many uncompressed steps as PowerSGD gets
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
     results = {variant["name"]: [] for variant in variants}
     with Ranks("ddp_worker.py", WORLD, lambda rank: [], "lo", "127.0.0.1", options) as ranks:
         for seed in options.seeds:
             for variant in variants:
-                answers = ranks.ask(
-                    {
-                        "train": variant,
-                        "steps": options.train_steps,
-                        "seed": seed,
-                        "start": start,
-                        "batch": options.batch,
-                        "rate": options.rate,
-                    },
-                    900,
-                )
-                assert len({answer["test_loss"] for answer in answers}) == 1, f"ranks hold different weights: {answers}"
-                result = answers[0]
-                results[variant["name"]].append(result)
-                bits = f"  {result['bits']:.2f} bits" if "bits" in result else ""
-                print(
-                    f"seed {seed}  {variant['name']:<36} train loss {result['train_loss']:.4f}  "
-                    f"test loss {result['test_loss']:.4f}  accuracy {result['test_accuracy']:.2f} %  "
-                    f"{result['step_s'] * 1e3:.1f} ms/step{bits}",
-                    flush=True,
-                )
-    mean = lambda name, what: statistics.mean(result[what] for result in results[name])
+                results[variant["name"]].append(run_or_read(ranks, options, variant, seed, start))
+    of = lambda name, what: [result[what] for result in results[name]]
     for name, found in results.items():
         command = made_by(
             "ddp.py",
@@ -251,37 +282,29 @@ def loss(options):
             options.codec,
         )
         seeds = ", ".join(map(str, options.seeds))
-        note = f"mean over seeds {seeds}, {found[0]['parameters']} parameters, {start} uncompressed steps first"
+        exact = f", {start} uncompressed steps first" if name not in ("fp32", "fp16") else ""
+        note = f"mean over seeds {seeds}, {found[0]['parameters']} parameters{exact}; {load_note()}"
         for metric, unit in (("train_loss", "1"), ("test_loss", "1"), ("test_accuracy", "%")):
-            rows.add(command, metric, mean(name, metric), unit, note=note)
-        if "bits" in found[0]:
-            rows.add(
-                command,
-                "bits_per_element",
-                statistics.mean(result["bits"] for result in found),
-                "bit",
-                note="sent up, as the hook counts",
-            )
+            rows.add(command, metric, statistics.mean(of(name, metric)), unit, note=note)
+        bits, ours = statistics.mean(of(name, "bits")), name in options.codec
+        counted = "sent up once it compresses, " + ("as the hook counts" if ours else "by the shapes")
+        small = "<= 0.35" if name == "topk:ratio=0.03,bits=2" else ""
+        rows.add(command, "bits_per_element", bits, "bit", small, counted)
+        if ours:
             ring = 2 * (WORLD - 1) / WORLD * found[0]["parameters"]
-            rows.add(
-                command,
-                "bits_both_ways",
-                statistics.mean(8 * result["bytes"] / ring for result in found),
-                "bit",
-                note="bytes of a step over those of an all-reduce at one byte an element, times 8",
-            )
-        if name not in ("fp32", "powersgd4"):
-            pairs = [mine["train_loss"] / theirs["train_loss"] for mine, theirs in zip(found, results["powersgd4"])]
-            bound = "<= 1.02" if found[0]["bits"] <= 1.5 else ""
-            rows.add(
-                command,
-                "train_loss_of_powersgd4",
-                statistics.mean(pairs),
-                "1",
-                bound,
-                f"paired by seed, {min(pairs):.3f} to {max(pairs):.3f}; 'equal loss' is taken as 2 %; wanted of "
-                "one codec that is faster at 100 Mb/s too (of_powersgd4 in `links`)",
-            )
+            both = [8 * sent / ring for sent in of(name, "bytes")]
+            note = "bytes of a step over those of an all-reduce at one byte an element, times 8"
+            rows.add(command, "bits_both_ways", statistics.mean(both), "bit", note=note)
+        note = "mean of both ways and of all steps, the uncompressed ones too"
+        rows.add(command, "bits_of_run", statistics.mean(of(name, "bits_of_run")), "bit", note=note)
+        for rival in ("fp32", "powersgd4"):
+            if name in (rival, "fp32"):
+                continue
+            losses = [mine / theirs for mine, theirs in zip(of(name, "train_loss"), of(rival, "train_loss"))]
+            bound, why = wanted_loss(name, bits) if ours and rival == "powersgd4" else ("", "")
+            paired(rows, command, f"train_loss_of_{rival}", losses, bound, why)
+            points = [mine - theirs for mine, theirs in zip(of(name, "test_accuracy"), of(rival, "test_accuracy"))]
+            paired(rows, command, f"accuracy_minus_{rival}", points, note="points")
     rows.append(options.dry_run)
 
 
@@ -337,6 +360,7 @@ def main():
     group.add_argument("--batch", type=int, default=64, help="samples of a rank")
     group.add_argument("--rate", type=float, default=0.05, help="learning rate, cosine to zero; momentum 0.9")
     group.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
+    group.add_argument("--out", type=Path, help="a folder that keeps finished runs, which are not repeated")
     options = parser.parse_args()
     if len(set(options.codec)) < len(options.codec):
         parser.error("--codec: the same one twice")

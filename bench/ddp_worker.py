@@ -149,6 +149,23 @@ def parallel(model, variant):
     return DDP(model, bucket_cap_mb=variant.get("options", {}).pop("bucket_cap_mb", 25))  # 25 is DDP's own
 
 
+def rival_bits(variant, model):
+    """Bits per element that a rank sends up in a step without gradwire, once it compresses."""
+    if variant["kind"] == "powersgd":
+        return powersgd_bits(model, variant["rank"])
+    return {"fp32": 32.0, "fp16": 16.0}[variant["kind"]]
+
+
+def powersgd_bits(model, rank):
+    """fp32 factors where they are at most half as large as the matrix, else fp32, as torch's hook decides."""
+    sent = total = 0
+    for p in model.parameters():
+        n, m = (p.shape[0], p.numel() // p.shape[0]) if p.dim() > 1 else (p.numel(), 1)
+        sent += (n + m) * rank if p.dim() > 1 and (n + m) * rank * 2 < n * m else n * m
+        total += n * m
+    return 32 * sent / total
+
+
 def told(hook):
     """What the table needs of hook.stats(), as a running sum."""
     if hook is None:
@@ -292,6 +309,13 @@ def train(order, rank, world):
             sums += [F.cross_entropy(guess, y[rank::world], reduction="sum"), (guess.argmax(1) == y[rank::world]).sum()]
     sums = torch.tensor([float(one) for one in sums], dtype=torch.float64) / 10000
     dist.all_reduce(sums)
+    if hook is None:
+        bits = rival_bits(order["train"], ddp.module)
+        exact = order["start"] / steps if order["train"]["kind"] == "powersgd" else 0
+        sent = {"bits": bits, "bits_of_run": bits + exact * (32 - bits)}
+    else:
+        every = hook.stats()["all_steps"]
+        sent = {**told(hook), "bits_of_run": 32 * every["bytes"] / every["fp32_bytes"]}
     return {
         "train_loss": sums[0].item(),
         "test_loss": sums[2].item(),
@@ -299,7 +323,7 @@ def train(order, rank, world):
         "step_s": seconds / steps,
         "last_loss": torch.stack(losses[-50:]).mean().item(),
         "parameters": sum(p.numel() for p in ddp.parameters()),
-        **told(hook),
+        **sent,
     }
 
 

@@ -9,6 +9,7 @@
 """
 
 import math
+import statistics
 import sys
 from pathlib import Path
 
@@ -134,20 +135,30 @@ def measure(seed, boxes, codecs):
     return errors
 
 
+def add_mean(rows, command, metric, values, target="", note=""):
+    """The mean over seeds, with its standard error and the median in the note."""
+    spread = f"mean over {len(values)} seeds"
+    if len(values) > 1:
+        spread += f"; standard error {statistics.stdev(values) / math.sqrt(len(values)):.3g}"
+    rows.add(command, metric, statistics.fmean(values), "1", target,
+             f"{note}; {spread}; median {statistics.median(values):.4g}")  # fmt: skip
+
+
 def main(options):
     torch.set_num_threads(1)
     rows = Rows()
     codecs = options.codec or ["optquant:bits=4", "optquant:bits=4,bucket=128,mode=biased", "qsgd:bits=4"]
     found = [measure(seed, options.boxes, codecs) for seed in options.seeds]
-    seeds = ", ".join(map(str, options.seeds))
-    note = f"of the mean gradient of a small GPT, {options.boxes} boxes of {SHARDS}; mean over seeds {seeds}"
+    seeds = ",".join(map(str, options.seeds))
+    note = f"of the mean gradient of a small GPT, {options.boxes} boxes of {SHARDS}; seeds {seeds}"
     command = f"python3 bench/hsdp.py error --boxes {options.boxes}"
+    command += "" if options.seeds == [1, 2, 3] else f" --seeds {seeds}"
     for name in ["qgz", *codecs]:
         of = f"{command} [{name}]" if name == "qgz" else f"{command} --codec {name}"
-        rows.add(of, "squared_error", sum(one["gather", name] for one in found) / len(found), "1", note=note)
+        add_mean(rows, of, "squared_error", [one["gather", name] for one in found], note=note)
         if name == "qgz":
             continue
         for method, metric in (("gather", "error_of_qgz"), ("scatter", "both_ways_of_qgz")):
-            ratio = sum(one[method, name] / one["gather", "qgz"] for one in found) / len(found)
-            rows.add(of, metric, ratio, "1", "<= 0.5", "squared error over that of ZeRO++'s 4 bits")
+            ratios = [one[method, name] / one["gather", "qgz"] for one in found]
+            add_mean(rows, of, metric, ratios, "<= 0.5", "squared error over that of ZeRO++'s 4 bits")
     rows.append(options.dry_run)
