@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import struct
-import threading
 import time
 import weakref
 from typing import Any, Mapping, Sequence
@@ -25,6 +24,7 @@ from ._chunks import CHUNK, FINE_CHUNK, SLOW, Chunk, ChunkKey, split, used_flags
 from ._compress import refuse_foreign
 from ._exposed import Exposed, with_exposed
 from ._hook import DTYPES
+from ._lessons import Lessons
 from ._lowrank_spec import LowRank
 from ._meters import Meters
 from ._reduce_hook import Made, ReduceHook
@@ -294,8 +294,7 @@ class DdpHook(ReduceHook):
         self._used: list[CodingTask] = []  # in this step
         self._chunk_elements = CHUNK
         self._began = 0.0
-        self._is_taught = threading.Event()  # whether the step before has been learned from
-        self._is_taught.set()
+        self._lessons = Lessons()
         self._known: dict[int, _Known] = {}  # on streams: buckets by the address of their buffers
         self._results = _streams.Following()
 
@@ -524,8 +523,7 @@ class DdpHook(ReduceHook):
 
     def _begin(self, loss_scale: float) -> None:
         """At the first bucket, in the thread that encodes."""
-        self._is_taught.wait()
-        self._transport.check()
+        self._lessons.wait()
         self._began = time.perf_counter()
         self._model.begin(self.step, loss_scale=loss_scale, rate=self._rate, exact=self._sends_exactly())
 
@@ -546,19 +544,7 @@ class DdpHook(ReduceHook):
         self._exposed.done(_streams.current(self._device) if self._stream is not None else None)
         self._exposed.judge(transport.gather_everywhere, self.codec, dist.get_rank(self._group) == 0)
         if self._learns:
-            self._is_taught.clear()
-            transport.later(functools.partial(self._learn, transport))
-
-    def _learn(self, transport: Transport) -> None:
-        """What codecs learn from a step, while the training goes on: the statistics of a GPU are waited for, gathered
-        from all ranks and fitted. The next step begins with the result, so that every rank has it from the same step
-        on."""
-        try:
-            stats = self._model.stats()
-            if stats is not None:
-                self._model.learn(transport.pool_bytes(stats))
-        finally:
-            self._is_taught.set()
+            self._lessons.begin([self._model], transport, transport.later)
 
     def _ending_transport(self) -> Transport:
         """The one whose thread ends the step."""
@@ -666,7 +652,7 @@ class DdpHook(ReduceHook):
         """Continues from what `_take_own` has taken."""
 
     def _synchronize(self) -> None:
-        self._is_taught.wait()
+        self._lessons.wait()
         self._transport.check()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
