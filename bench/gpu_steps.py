@@ -244,7 +244,7 @@ def learning(options, record):
         target = "<= 1.05" if codec.startswith("dqsgd") else "<= 1.15"
         name = "learning_over_not" if codec.startswith("dqsgd") else "refit_over_not"
         record.add(command, name, ratio, "1", target,
-                   note=f"{codec} over {base}; paired turns; {world} ranks; {load_note()}{options.note}")
+                   note=f"{codec} over {base}; paired turns; {world} ranks; {load_note()}" + (f"; {options.note}" if options.note else ""))
 
 
 def main():
@@ -253,7 +253,7 @@ def main():
     parser.add_argument("--codec", action="append")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--how", choices=["ddp", "fsdp", "replicas", "hsdp"], default="ddp", help="of `learning`")
-    parser.add_argument("--note", type=lambda text: f"; {text}", default="", help="more for the notes of `learning`")
+    parser.add_argument("--note", help="more for the notes of `learning`")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
