@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What the DDP hook adds to a step of a training, and what learning adds to that. docs/measuring.md says what each
-metric means.
+"""What the hooks add to a step of a training, and what learning adds to that. docs/measuring.md says what each metric
+means.
 
     python3 bench/gpu_steps.py host                      one rank, NCCL, a GPU
     python3 bench/gpu_steps.py learning --device cuda    four ranks that share a GPU, Gloo
     python3 bench/gpu_steps.py learning                  two ranks on the CPU, Gloo
+    python3 bench/gpu_steps.py learning --how fsdp       sharded; or replicas, or hsdp (2 x 2 ranks)
     python3 bench/gpu_steps.py momentum                  one rank, NCCL, a GPU
 
 host: a GPT of 10.7 million parameters in bf16 autocast with torch.compile, AdamW, a batch of 16 texts. Plain DDP and
@@ -30,6 +31,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 BENCH = Path(__file__).resolve().parent
@@ -46,21 +48,27 @@ SIZES = {  # layers, width, heads, context, batch
 
 
 class Training:
-    """A model with its codec, or with none."""
+    """A model with its codec, or with none. mesh: for FSDP2, which shards the model and, with two dimensions or
+    replicas only, reduces it between replicas; the codec is for all that is reduced."""
 
-    def __init__(self, codec, size, device, compiled=False, momentum=False):
+    def __init__(self, codec, size, device, compiled=False, momentum=False, mesh=None, replicas=False):
         torch.manual_seed(1)
         layers, width, heads, context, batch = SIZES[size]
         model = GPT(layers, width, heads, context).to(device)
-        self.ddp = DDP(torch.compile(model) if compiled else model)
+        if mesh is None:
+            self.ddp = DDP(torch.compile(model) if compiled else model)
+        else:
+            self.ddp = spread(model, mesh, replicas)
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-4, fused=device == "cuda")
         given = {"optimizer": self.optimizer, "warmup": 0} if momentum else {}
+        if mesh is not None and mesh.ndim == 2:
+            given["gradients"] = codec
         self.hook = gw.compress(self.ddp, codec, **given) if codec != "none" else None
         self.text = torch.randint(256, (batch, context), device=device)
         self.following = torch.randint(256, (batch, context), device=device)
         self.device = device
         self.host, self.buckets = 0.0, 0
-        if self.hook is not None:
+        if self.hook is not None and mesh is None:
             inner = self.hook._comm_hook
 
             def timed(bucket):
@@ -88,6 +96,18 @@ class Training:
             self.step()
         synchronize(self.device)
         return (time.perf_counter() - began) / count
+
+
+def spread(model, mesh, replicas):
+    if replicas:
+        from torch.distributed._composable.replicate_with_fsdp import replicate as wrap
+    else:
+        from torch.distributed.fsdp import fully_shard as wrap
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList):
+            for block in module:
+                wrap(block, mesh=mesh)
+    return wrap(model, mesh=mesh)
 
 
 def synchronize(device):
@@ -180,7 +200,13 @@ def learn(rank, world, options, store, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     size = "middle" if options.device == "cuda" else "small"
-    trainings = {codec: Training(codec, size, options.device) for codec in ("none", *LEARNING)}
+    mesh = None
+    if options.how != "ddp":
+        shape = (2, world // 2) if options.how == "hsdp" else (world,)
+        mesh = init_device_mesh(options.device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    replicas = options.how == "replicas"
+    trainings = {codec: Training(codec, size, options.device, mesh=mesh, replicas=replicas)
+                 for codec in ("none", *LEARNING)}
     for training in trainings.values():
         training.timed_steps(6)
     seconds = {codec: [] for codec in trainings}
@@ -199,12 +225,13 @@ def learn(rank, world, options, store, out):
 def learning(options, record):
     """Turns of four steps, so that optquant with refit=4 fits once in each."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    world = options.ranks or (4 if options.device == "cuda" else 2)
+    world = options.ranks or (4 if options.device == "cuda" or options.how == "hsdp" else 2)
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/seconds.pt"
         mp.start_processes(learn, (world, options, f"{folder}/store", out), world, start_method="fork")
         seconds = torch.load(out)
-    command = shlex.join(["python3", "bench/gpu_steps.py", "learning", "--device", options.device])
+    command = ["python3", "bench/gpu_steps.py", "learning", "--device", options.device]
+    command = shlex.join(command + (["--how", options.how] if options.how != "ddp" else []))
     note = f"{world} ranks on Gloo; median of {options.rounds} turns of 4 steps"
     for codec, values in seconds.items():
         record.add(command, "step_ms", 1e3 * statistics.median(values), "ms", note=f"{codec}; {note}; {load_note()}")
@@ -216,7 +243,8 @@ def learning(options, record):
             ratio = 1 + 4 * (ratio - 1)
         target = "<= 1.05" if codec.startswith("dqsgd") else "<= 1.15"
         name = "learning_over_not" if codec.startswith("dqsgd") else "refit_over_not"
-        record.add(command, name, ratio, "1", target, note=f"{codec} over {base}; paired turns")
+        record.add(command, name, ratio, "1", target,
+                   note=f"{codec} over {base}; paired turns; {world} ranks; {load_note()}" + (f"; {options.note}" if options.note else ""))
 
 
 def main():
@@ -224,6 +252,8 @@ def main():
     parser.add_argument("what", choices=["host", "momentum", "learning"])
     parser.add_argument("--codec", action="append")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--how", choices=["ddp", "fsdp", "replicas", "hsdp"], default="ddp", help="of `learning`")
+    parser.add_argument("--note", help="more for the notes of `learning`")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--no-compile", dest="compile", action="store_false")

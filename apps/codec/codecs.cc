@@ -10,6 +10,7 @@
 #include "cli/command.h"
 #include "cli/console.h"
 #include "gradwire/codec.h"
+#include "gradwire/error.h"
 #include "gradwire/plan.h"
 
 namespace gradwire::app {
@@ -23,9 +24,35 @@ std::string kind_of(const Traits& traits) {
   return traits.lossless ? "lossless" : traits.unbiased ? "unbiased" : "biased";
 }
 
-std::string describe(const Traits& traits) {
+// Error feedback with Adam's momentum may depend on how many bits a codec sends. A codec that has no such parameter, or
+// not with this value, refuses it.
+bool has_momentum_feedback(const std::string& spec) {
+  try {
+    return Codec::parse(spec).traits().momentum;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+// The parameters with which the codec has error feedback with Adam's momentum, and not otherwise: "bits=2 and bits=3".
+std::string only_with_momentum(const std::string& name) {
+  std::string found;
+  for (const char* parameter : {"bits", "budget"})
+    for (int value = 1; value <= 8; ++value)
+      if (const std::string text = fmt::format("{}={}", parameter, value); has_momentum_feedback(name + ":" + text))
+        found += (found.empty() ? "" : " and ") + text;
+  return found;
+}
+
+std::string feedback_of(const std::string& name, const Traits& traits) {
+  if (traits.feedback) return "on by default";
+  const std::string with_momentum = only_with_momentum(name);
+  return "off by default" + (with_momentum.empty() ? "" : " (on with Adam's momentum for " + with_momentum + ")");
+}
+
+std::string describe(const std::string& name, const Traits& traits) {
   std::string text = kind_of(traits);
-  text += traits.feedback ? ", error feedback on by default" : ", error feedback off by default";
+  text += ", error feedback " + feedback_of(name, traits);
   if (traits.unit == 0) return text + ", one unit per tensor";
   if (traits.unit > 1) text += fmt::format(", units of {} elements", traits.unit);
   return text;
@@ -54,12 +81,16 @@ void print_table() {
     const Codec codec = Codec::parse(info.name);
     const double bits = typical_bits(codec);
     table.row({info.name, fmt::format("{:.2f}", bits), fmt::format("{:.1f}", 32 / bits), kind_of(codec.traits()),
-               codec.traits().feedback ? "on" : "off", info.summary});
+               codec.traits().feedback                   ? "on"
+               : only_with_momentum(info.name).empty() ? "off"
+                                                       : "momentum",
+               info.summary});
   }
   print(table.str());
   print(
       "\nBits per element and ratio (fp32 bytes / bytes sent) are for default parameters and one tensor of 1,048,576 "
       "elements.\n"
+      "Error feedback: momentum means off, and on for few bits where Adam's momentum is exchanged.\n"
       "gradwire codecs NAME shows the parameters of one codec.\n");
 }
 
@@ -68,7 +99,7 @@ void print_codec(const CodecInfo& info) {
   const double bits = typical_bits(codec);
   print(fmt::format("{}: {}\n", info.name, info.summary));
   print(fmt::format("    {:.3f} bits per element (ratio {:.2f}) by default; {}\n", bits, 32 / bits,
-                    describe(codec.traits())));
+                    describe(info.name, codec.traits())));
   if (!info.parameters.empty()) print("\n");
   size_t width = 0;
   for (const ParameterInfo& parameter : info.parameters)

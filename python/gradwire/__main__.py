@@ -8,6 +8,7 @@ with the way to get it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from typing import Any, List, NoReturn
@@ -15,7 +16,7 @@ from typing import Any, List, NoReturn
 from . import _core, _files
 from ._bench import bench
 from ._doctor import doctor
-from ._errors import Error, UnsupportedError
+from ._errors import Error, UnsupportedError, UsageError
 from ._frames import MAX_ELEMENTS
 
 _TYPICAL = 1 << 20  # elements of the tensor that "bits per element" is quoted for
@@ -54,8 +55,8 @@ def codecs(as_json: bool) -> None:
         )
         print(f"\n{row['codec']}: {row['summary']}")
         print(
-            f"    {row['bits_per_element']:.3f} bits per element; {kind}, error feedback "
-            f"{'on' if row['feedback'] else 'off'} by default{unit}{', learns' if row['learns'] else ''}"
+            f"    {row['bits_per_element']:.3f} bits per element; {kind}, {_feedback_of(row)}"
+            f"{unit}{', learns' if row['learns'] else ''}"
         )
         for parameter in row["parameters"]:
             value = f"{parameter['name']}={parameter['default']}"
@@ -63,6 +64,25 @@ def codecs(as_json: bool) -> None:
             print(f"    {'':<{width}}  allowed: {parameter['allowed']}")
         print(f"    example: {row['example']}")
     print("\nBits per element are for one tensor of 1,048,576 elements and count every byte of its frame.")
+
+
+def _feedback_of(row: "dict[str, Any]") -> str:
+    """When the codec has error feedback, unless one says otherwise. With Adam's momentum that may depend on how many
+    bits it sends."""
+    if row["feedback"]:
+        return "error feedback on by default"
+    few = [f"{name}={value}" for name, value in itertools.product(("bits", "budget"), range(1, 9))]
+    found = [text for text in few if _has_momentum_feedback(f"{row['codec']}:{text}")]
+    return "error feedback off by default" + (
+        f" (on with Adam's momentum for {' and '.join(found)})" if found else ""
+    )
+
+
+def _has_momentum_feedback(spec: str) -> bool:
+    try:
+        return bool(_core.Codec(spec).momentum)
+    except UsageError:
+        return False  # the codec has no such parameter, or not with this value
 
 
 def _name() -> str:

@@ -81,11 +81,15 @@ import gradwire.torch as gw
 from gradwire.torch._transport import Transport
 rank, port = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-hook = gw.compress(ddp, "dqsgd:budget=3", min_elements=0)
+model = torch.nn.Linear(64, 64)
+if sys.argv[3] == "DDP":
+    model = torch.nn.parallel.DistributedDataParallel(model)
+else:
+    model = torch.distributed.fsdp.fully_shard(model)
+hook = gw.compress(model, "dqsgd:budget=3", min_elements=0)
 pool = Transport.pool_bytes
 Transport.pool_bytes = lambda self, mine: (time.sleep(0.5), pool(self, mine), print("learned", flush=True))[1]
-ddp(torch.randn(4, 64)).sum().backward()
+model(torch.randn(4, 64)).sum().backward()
 hook.remove()  # the transport is closed, and its last thread is at work
 """
 
@@ -114,5 +118,6 @@ def test_a_hook_that_has_failed_can_be_dropped(tmp_path: Path) -> None:
     assert ended(tmp_path, DROPPED) == b"dropped\n"
 
 
-def test_a_process_that_ends_while_a_codec_learns_ends_after_it(tmp_path: Path) -> None:
-    assert ended(tmp_path, LEARNING) == b"learned\n"
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_a_process_that_ends_while_a_codec_learns_ends_after_it(tmp_path: Path, kind: str) -> None:
+    assert ended(tmp_path, LEARNING, kind) == b"learned\n"

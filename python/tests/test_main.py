@@ -63,6 +63,19 @@ def test_codecs_are_listed_with_their_parameters():
         assert all(f"{p['name']}={p['default']}" in done.stdout for p in row["parameters"])
 
 
+def test_codecs_says_which_have_error_feedback_with_adams_momentum_only():
+    pages = {page.partition(":")[0]: page for page in run("codecs").stdout.split("\n\n")}
+    only = {"qsgd": "bits=3", "nuqsgd": "bits=3", "optquant": "bits=2 and bits=3", "dqsgd": "budget=3"}
+    for info in gradwire.codecs():
+        words = pages[info["codec"]].splitlines()[1]
+        assert ("error feedback on by default" in words) == info["feedback"]
+        with_momentum = words.partition("off by default (on with Adam's momentum for ")[2].partition(")")[0]
+        expected = only.get(info["codec"], "")
+        assert with_momentum == expected, words
+        for spec in [f"{info['codec']}:{value}" for value in expected.split(" and ") if value]:
+            assert gradwire.Codec(spec).momentum and not gradwire.Codec(spec).feedback
+
+
 def test_bench_verifies_and_measures():
     options = ["--device", "cpu", "--elements", "20000", "--rounds", "2"]
     rows = [

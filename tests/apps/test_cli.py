@@ -668,6 +668,10 @@ def test_codecs_lists_the_registry_with_parameters():
             assert parameter["allowed"] and parameter["meaning"] and parameter["default"]
             assert f"{parameter['name']}={parameter['default']}" in page
             assert parameter["allowed"] in page
+    momentum = "off by default (on with Adam's momentum for"
+    for name, words in {"onebit": "on by default", "qsgd": f"{momentum} bits=3)", "terngrad": "off by default,",
+                        "optquant": f"{momentum} bits=2 and bits=3)", "dqsgd": f"{momentum} budget=3)"}.items():
+        assert f"error feedback {words}" in run("codecs", name)[0].decode()
     refuse(USAGE, ["qsdg", "did you mean qsgd"], "codecs", "qsdg")
 
 

@@ -136,12 +136,12 @@ def compress(
     }  # fmt: skip
     options |= {name: value for name, value in specific.items() if value is not None}
     if kind == "DDP":
-        from . import _ddp
+        from . import _ddp_slot
 
         names = None
         if not isinstance(inner, DistributedDataParallel):
             inner, names = _ddp_inside(inner)
-        return _ddp.attach(inner, codec, options, names)
+        return _ddp_slot.attach(inner, codec, options, names)
     from . import _fsdp, _replica_group, _replicas
 
     if _replica_group.has_replicas(inner):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import struct
-import threading
 import time
 import weakref
 from typing import Any, Mapping, Sequence
@@ -19,193 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _arrays, _core
 from .._errors import UnsupportedError, UsageError
-from . import _hook, _nodes, _register, _state, _streams
+from . import _hook, _nodes, _state, _streams
 from ._agree import Handshake, agreed
 from ._chunks import CHUNK, FINE_CHUNK, SLOW, Chunk, ChunkKey, split, used_flags
-from ._compress import refuse_foreign
+from ._ddp_slot import Slot, hook_of, plain_mean
 from ._exposed import Exposed, with_exposed
 from ._hook import DTYPES
+from ._lessons import Lessons
 from ._lowrank_spec import LowRank
 from ._meters import Meters
+from ._parameters import like_parameter, named_parameters, one_device
 from ._reduce_hook import Made, ReduceHook
-from ._rules import has_lowrank
 from ._task import CodingTask, Times, core_device
-from ._transport import Transport, never_free
-
-
-class _Slot:
-    """What DDP holds. DDP accepts one communication hook per model, forever, so the hook that is registered only looks
-    into this slot, where a hook can be replaced and removed. DDP copies what it holds when it is copied or pickled; the
-    copy of a slot is empty, as the copied DDP has no communication hook either."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self.hook: "DdpHook | None" = None
-
-    def __deepcopy__(self, memo: object) -> "_Slot":
-        return _Slot()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Slot, ()
-
-    def before_forward(self, *_: Any) -> None:
-        if self.hook is not None:
-            self.hook._prefetch_scale()
-
-
-_SLOTS: "weakref.WeakKeyDictionary[DistributedDataParallel, _Slot]" = weakref.WeakKeyDictionary()
-
-
-def _outlive_backward(ended: bool) -> None:
-    """At the end of the process. The destructor of a DDP waits for its backward pass; one that has not ended by now
-    never will, because it needs the interpreter to call the hook."""
-    if not ended:
-        for ddp in list(_SLOTS):
-            never_free(ddp)
-
-
-Transport.at_exit.append(_outlive_backward)
-
-
-def _run_slot(  # type: ignore[name-defined]
-    slot: object, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook that is registered with DDP."""
-    assert isinstance(slot, _Slot) and slot.group is not None
-    if slot.hook is None:
-        return _plain_mean(bucket, slot.group)
-    return slot.hook._comm_hook(bucket)
-
-
-# DDP compares the annotations of a communication hook with its own types, and in this file they are texts.
-_run_slot.__annotations__["bucket"] = dist.GradBucket  # type: ignore[attr-defined]
-_run_slot.__annotations__["return"] = torch.futures.Future[torch.Tensor]
-
-
-def _plain_mean(  # type: ignore[name-defined]
-    bucket: dist.GradBucket, group: dist.ProcessGroup
-) -> torch.futures.Future[torch.Tensor]:
-    """As DDP itself computes it: multiplied by the reciprocal, then summed."""
-    buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(group))
-    work = dist.all_reduce(buffer, group=group, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
-
-
-def attach(
-    ddp: DistributedDataParallel, codec: Any, options: dict[str, Any], names: Sequence[str] | None = None
-) -> "DdpHook":
-    """Makes a hook and puts it in place of the one that is there, if there is one. Collective. names: those of the
-    parameters, where DDP does not know them."""
-    group: dist.ProcessGroup = ddp.process_group
-    layout = _layout(group, options)
-    registered: list[tuple[Any, object]] = getattr(ddp, "_comm_hooks", [])
-
-    def prepare() -> tuple[DdpHook, Handshake]:
-        refuse_foreign("DDP", options)
-        others = [comm_hook for comm_hook, state in registered if not isinstance(state, _Slot)]
-        if others:
-            raise UsageError(
-                f"the model has the communication hook '{others[0].__qualname__}' already, and DDP accepts only one",
-                field="model",
-            )
-        python_codec = _register.found(codec)
-        if python_codec is not None:
-            from ._python_hook import PythonHook
-
-            hook: DdpHook = PythonHook(ddp, python_codec, options, names)
-        elif has_lowrank(codec):
-            from ._lowrank_hook import LowRankHook
-
-            hook = LowRankHook(ddp, codec, options, names)
-        elif layout is not None and layout.per_node > 1:
-            from ._nodes_hook import NodesHook
-
-            hook = NodesHook(ddp, codec, options, names, layout)
-        else:
-            hook = DdpHook(ddp, codec, options, names, layout)
-        terms = [("nodes", str(options.get("nodes"))), *hook._handshake()]
-        return hook, terms + hook._optimizer_terms + hook._moment_terms
-
-    hook = agreed(group, "compress", prepare, _hook.valid_timeout(options.get("timeout")))
-    hook._connect()
-    if ddp not in _SLOTS:
-        registered.clear()  # slots that were copied with the model, and that its reducer does not know
-        slot = _Slot(group)
-        ddp.register_comm_hook(slot, _run_slot)
-        _SLOTS[ddp] = slot
-    slot = _SLOTS[ddp]
-    if slot.hook is not None:
-        slot.hook.remove()
-    slot.hook = hook
-    hook._slot = weakref.ref(slot)
-    if hook._scaler is not None:
-        hook._handles.append(ddp.register_forward_pre_hook(slot.before_forward))
-    if hook._momentum is not None:
-        hook._momentum.attach()
-        hook._momentum.watch_accumulation()
-    hook._watch_optimizers()
-    return hook
-
-
-def _layout(group: dist.ProcessGroup, options: dict[str, Any]) -> _nodes.Layout | None:
-    """Which ranks share a node, if the user has asked for that. Collective."""
-    if "nodes" not in options:
-        return None
-
-    def prepare() -> tuple[_nodes.Layout | None, Handshake]:
-        nodes = _nodes.checked(options["nodes"])
-        known = None if nodes == "auto" else _nodes.layout_of(nodes, group)
-        return known, [("nodes", str(nodes))]
-
-    # Ranks must agree that they are looking for nodes before they do; a rank that is not fails in the same comparison.
-    layout = agreed(group, "compress", prepare, _hook.valid_timeout(options.get("timeout")))
-    return layout or _nodes.layout_of("auto", group)
-
-
-def _named_parameters(
-    ddp: DistributedDataParallel, names: Sequence[str] | None = None
-) -> dict[str, torch.nn.Parameter]:
-    """The parameters that DDP reduces, by the names of the model itself, whether it is compiled or not."""
-    named: dict[str, torch.nn.Parameter] = {}
-    for place, (name, parameter) in enumerate(ddp.module.named_parameters()):
-        if not parameter.requires_grad or name in ddp.parameters_to_ignore:
-            continue
-        name = (names[place] if names is not None else name).replace("_orig_mod.", "")
-        if parameter.dtype not in DTYPES:
-            raise UnsupportedError(
-                f"parameter '{name}' is {str(parameter.dtype)[6:]}; allowed are float32, float16 and bfloat16",
-                field="dtype",
-            )
-        named[name] = parameter
-    if not named:
-        raise UsageError("the model has no parameter that requires a gradient", field="model")
-    return named
-
-
-def one_device(parameters: Mapping[str, torch.Tensor]) -> torch.device:
-    devices = {name: parameter.device for name, parameter in parameters.items()}
-    first = next(iter(devices.values()))
-    for name, device in devices.items():
-        if device != first:
-            raise UnsupportedError(
-                f"parameter '{name}' is on {device}, others are on {first}; a model must be on one device",
-                field="device",
-            )
-    if first.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"the model is on {first}; allowed are cpu and cuda", field="device")
-    if first.type == "cuda" and not _core.cuda_devices():
-        raise UnsupportedError(
-            f"the model is on {first}, but the CUDA part of gradwire: {_core.cuda_description()}", field="device"
-        )
-    return first
-
-
-def _like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient of a bucket element by element as its parameter. It stands in the memory order of that, and DDP shows
-    it as contiguous."""
-    if parameter.is_contiguous() or _hook.memory_order(parameter) is None:
-        return gradient
-    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
+from ._transport import Transport
 
 
 class _Known:
@@ -258,9 +83,9 @@ class DdpHook(ReduceHook):
         self._threads = _hook.threads(given["threads"])
         self._scaler = _hook.scaler(given["scaler"])
         self._ddp = weakref.ref(ddp)  # DDP's reducer holds the hook, so a reference back would keep both alive forever
-        self._slot: "weakref.ref[_Slot] | None" = None
+        self._slot: "weakref.ref[Slot] | None" = None
         self._handles: list[Any] = []
-        named = _named_parameters(ddp, names)
+        named = named_parameters(ddp, names)
         self._names = list(named)
         self._parameters = list(named.values())
         self._index = {id(parameter): i for i, parameter in enumerate(self._parameters)}
@@ -283,8 +108,7 @@ class DdpHook(ReduceHook):
             "device": core_device(self._device, self._stream, self._threads),
         }
         self._feedback = feedback
-        slot = _SLOTS.get(ddp)
-        self._name_optimizer(given, codec, named, ddp.module, slot.hook if slot is not None else None)
+        self._name_optimizer(given, codec, named, ddp.module, hook_of(ddp))
         self._first_model(codec, given.get("down"))
         self._skipped_before = 0  # by models of earlier codecs
         self._times, self._exposed = Times(), Exposed(self._device)
@@ -294,8 +118,7 @@ class DdpHook(ReduceHook):
         self._used: list[CodingTask] = []  # in this step
         self._chunk_elements = CHUNK
         self._began = 0.0
-        self._is_taught = threading.Event()  # whether the step before has been learned from
-        self._is_taught.set()
+        self._lessons = Lessons()
         self._known: dict[int, _Known] = {}  # on streams: buckets by the address of their buffers
         self._results = _streams.Following()
 
@@ -475,7 +298,7 @@ class DdpHook(ReduceHook):
         if bucket.index() == 0:
             self._momentum.begin(self._scale())
         used = used_flags(gradients) if self._searches_unused() else None
-        shaped = [_like(self._parameters[tensor], gradient) for tensor, gradient in zip(tensors, gradients)]
+        shaped = [like_parameter(self._parameters[tensor], gradient) for tensor, gradient in zip(tensors, gradients)]
         self._momentum.put(tensors, shaped)
         return used, shaped
 
@@ -505,7 +328,7 @@ class DdpHook(ReduceHook):
         if bucket.is_last():
             self.step += 1
             self._step_done(None)
-        result = _plain_mean(bucket, self._group)
+        result = plain_mean(bucket, self._group)
         return result.then(self._landed) if self._is_metered else result
 
     def _left_node(self, sent: int) -> int:
@@ -524,8 +347,7 @@ class DdpHook(ReduceHook):
 
     def _begin(self, loss_scale: float) -> None:
         """At the first bucket, in the thread that encodes."""
-        self._is_taught.wait()
-        self._transport.check()
+        self._lessons.wait()
         self._began = time.perf_counter()
         self._model.begin(self.step, loss_scale=loss_scale, rate=self._rate, exact=self._sends_exactly())
 
@@ -546,19 +368,7 @@ class DdpHook(ReduceHook):
         self._exposed.done(_streams.current(self._device) if self._stream is not None else None)
         self._exposed.judge(transport.gather_everywhere, self.codec, dist.get_rank(self._group) == 0)
         if self._learns:
-            self._is_taught.clear()
-            transport.later(functools.partial(self._learn, transport))
-
-    def _learn(self, transport: Transport) -> None:
-        """What codecs learn from a step, while the training goes on: the statistics of a GPU are waited for, gathered
-        from all ranks and fitted. The next step begins with the result, so that every rank has it from the same step
-        on."""
-        try:
-            stats = self._model.stats()
-            if stats is not None:
-                self._model.learn(transport.pool_bytes(stats))
-        finally:
-            self._is_taught.set()
+            self._lessons.begin([self._model], transport, transport.later)
 
     def _ending_transport(self) -> Transport:
         """The one whose thread ends the step."""
@@ -666,7 +476,7 @@ class DdpHook(ReduceHook):
         """Continues from what `_take_own` has taken."""
 
     def _synchronize(self) -> None:
-        self._is_taught.wait()
+        self._lessons.wait()
         self._transport.check()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

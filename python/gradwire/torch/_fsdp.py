@@ -31,6 +31,7 @@ from . import _hook, _state
 from ._agree import Handshake, agreed
 from ._compress import refuse_foreign
 from ._hook import Hook
+from ._lessons import OwnLessons
 from ._rules import check_patterns, rules_of, written_out
 from ._units import Channel, CompressedAllGather, CompressedReduceScatter, UnitCoder, default_collective
 
@@ -150,6 +151,7 @@ class FsdpHook(Hook):
         }
         self._threads = _hook.threads(given["threads"])
         self._device = _device_of(mesh)
+        self._has_rows = mesh.ndim > 1  # which learn for themselves
         self._parameters = [f"{name}: {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
         self._shard = sum(parameter.numel() for parameter in model.parameters()) // mesh.size()
         self._gradients = self._channel(codec, "codec")
@@ -166,6 +168,7 @@ class FsdpHook(Hook):
         self._skipped_before = 0  # with earlier codecs
         self._changed = False  # since a state was loaded
         self._handles: list[Any] = []
+        self._lessons: dict[dist.ProcessGroup, OwnLessons] = {}  # by the group that has the shards of a unit
 
     def _channel(self, codec: Any, field: str) -> Channel:
         rules = rules_of(codec, self._options["min_elements"], field) if codec is not None else "*=fp32"
@@ -226,6 +229,8 @@ class FsdpHook(Hook):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for lessons in self._lessons.values():
+            lessons.release()
 
     def set_codec(
         self, codec: "str | _core.Codec | _core.Rules | None" = None, *, weights: Any = None
@@ -242,6 +247,7 @@ class FsdpHook(Hook):
                 raise UsageError("the hook was removed; call compress to begin again", field="hook")
             if self._open:
                 raise UsageError("a step is under way; change the codec between two steps", field="step")
+            self._synchronize()
             for field, value in (("codec", codec), ("weights", weights)):
                 if value is not None and not self._replaces[field]:
                     what = "gradients" if field == "codec" else "weights"
@@ -307,21 +313,26 @@ class FsdpHook(Hook):
             for unit_coder in coders:
                 unit_coder.model.end()
             self._flag.zero_()
-            self._learn(coders)
         self._step_done()
         if self.step == 1 and self._options["feedback"] and dist.get_rank(self._group) == 0:
             _LOG.info("gradwire: the residuals of feedback take %d bytes on every rank", self._residual_bytes())
+        self._begin_to_learn([unit_coder for unit_coder in coders if unit_coder.learns])
 
     def _step_done(self) -> None:
         self.step += 1
         self._gradients.step_done()
         self._weights.step_done()
 
-    def _learn(self, coders: Sequence[UnitCoder]) -> None:
-        for unit_coder in coders:
-            stats = unit_coder.model.stats()
-            if stats is not None:
-                unit_coder.model.learn(self._gradients.gather_bytes(stats, unit_coder.group))
+    def _begin_to_learn(self, coders: Sequence[UnitCoder]) -> None:
+        for group in dict.fromkeys(unit_coder.group for unit_coder in coders):
+            if group not in self._lessons:
+                self._lessons[group] = OwnLessons(group)
+            self._lessons[group].follow([unit_coder.model for unit_coder in coders if unit_coder.group == group])
+
+    def _synchronize(self) -> None:
+        """Until the last step has been learned from."""
+        for lessons in self._lessons.values():
+            lessons.wait()
 
     def _scale(self) -> float:
         if self._loss_scale is not None:
@@ -338,6 +349,7 @@ class FsdpHook(Hook):
         self._end()
 
     def residual_hash(self) -> int:
+        self._synchronize()
         return hash(tuple(unit_coder.model.hash() for _, unit_coder in sorted(self._gradients.coders.items())))
 
     def _residual_bytes(self) -> int:
@@ -357,6 +369,7 @@ class FsdpHook(Hook):
         plan: for each module whose codec plans ahead (dqsgd) a line: the budget, the number of steps it plans with, the
         bits so far. residual_bytes: memory that residuals take.
         """
+        self._synchronize()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         gradients, weights = self._gradients.report(), self._weights.report()
@@ -378,6 +391,7 @@ class FsdpHook(Hook):
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank: its residuals by "module/rank", what codecs have learned, the step. Save it on every
         rank."""
+        self._synchronize()
         residuals, learned = (dict(part) for part in self._restored)
         for unit_coder in self._gradients.coders.values():
             more, also_learned = unit_coder.state()
@@ -395,6 +409,7 @@ class FsdpHook(Hook):
         is what compression has left out of the last step's gradients."""
 
         def prepare() -> tuple[tuple[dict[str, Any], Channel, list[Any]], Handshake]:
+            self._synchronize()
             whole = _state.merged(state)
             rank, world = str(dist.get_rank(self._group)), dist.get_world_size(self._group)
             if whole["world"] != world:
@@ -408,6 +423,10 @@ class FsdpHook(Hook):
                     f"the state belongs to rank {', '.join(whole['ranks'])}; this is rank {rank}", field="ranks"
                 )
             residuals = whole["ranks"][rank]["up"]
+            if not isinstance(state, Mapping):
+                # On a mesh of two dimensions each row of it has learned for itself.
+                mine = next(one for one in state if rank in map(str, one["ranks"]))
+                whole["learned"] = _state.merged(mine)["learned"]
             unknown = [name for name in residuals if name.rpartition("/")[0] not in self._units]
             if unknown:
                 raise UsageError(
@@ -422,8 +441,11 @@ class FsdpHook(Hook):
                 reducers = [reducer.remade(channel) for reducer in self._reducers]
             finally:
                 self._restored, self._changed = before
-            learned = {name: zlib.crc32(_state.bytes_of(values)) for name, values in sorted(whole["learned"].items())}
-            return (whole, channel, reducers), [("step", str(whole["step"])), ("learned", str(learned))]
+            terms = [("step", str(whole["step"]))]
+            if not self._has_rows:
+                tables = sorted(whole["learned"].items())
+                terms.append(("learned", str({name: zlib.crc32(_state.bytes_of(values)) for name, values in tables})))
+            return (whole, channel, reducers), terms
 
         whole, channel, reducers = agreed(self._group, "load_state_dict", _state.refusing(prepare))
         self._open = {}

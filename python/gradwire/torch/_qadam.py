@@ -25,10 +25,10 @@ from .. import _arrays, _core
 from .._errors import MismatchError, UnsupportedError, UsageError
 from . import _hook, _qadam_state, _state
 from ._agree import Handshake, agreed
-from ._ddp import one_device
 from ._hook import DTYPES
 from ._mean import MeanExchange
 from ._meters import Meters
+from ._parameters import one_device
 from ._qadam_state import check_sum
 from ._rules import check_patterns, rules_of
 

@@ -31,6 +31,7 @@ from ._chunks import CHUNK, FINE_CHUNK, SLOW, Chunk, ChunkKey, split
 from ._compress import refuse_foreign
 from ._exposed import Exposed, with_exposed
 from ._hook import DTYPES, Hook
+from ._lessons import Lessons
 from ._meters import Meters
 from ._reduce_hook import Made, ReduceHook
 from ._replica_group import Replicas, Unit, buffer_of_caller, find
@@ -106,6 +107,7 @@ class ReplicaHook(ReduceHook):
         self._shards = self._make_shards(model, given)
         self._skipped_before = 0  # by models of earlier codecs
         self._times, self._exposed, self._waited = Times(), Exposed(self._device), 0.0
+        self._lessons = Lessons()
         self._meters = Meters(self._names, [parameter.count for parameter in found.parameters], 0, None)
         self._chunks: dict[ChunkKey, Chunk] = {}
         self._used: list[CodingTask] = []
@@ -173,6 +175,7 @@ class ReplicaHook(ReduceHook):
 
     def _use(self, codec: str, down: Any, model: "_core.ModelCoder") -> None:
         self.codec, self._down, self._model = codec, down, model
+        self._learns = model.learns()
         # Every codec is fp32: the process group's own all-reduce gives the bits of plain FSDP2.
         self._plain = self._is_exact(codec, down)
 
@@ -369,6 +372,7 @@ class ReplicaHook(ReduceHook):
 
     def _begin(self, loss_scale: float) -> None:
         """At the first chunk, in the thread that encodes."""
+        self._lessons.wait()
         self._began = time.perf_counter()
         self._model.begin(self.step, loss_scale=loss_scale, rate=self._rate, exact=self._sends_exactly())
 
@@ -408,7 +412,7 @@ class ReplicaHook(ReduceHook):
             self._exposed.judge(self._gather_everywhere, self.codec, dist.get_rank() == self._mesh.members[0])
 
     def _end(self, used: Sequence[CodingTask]) -> int:
-        """Decides about the residuals, and learns. Returns how many bytes were sent."""
+        """Decides about the residuals, and begins to learn. Returns how many bytes were sent."""
         channel = self._channel
         with channel.on_stream():
             for chunk in used:
@@ -421,9 +425,8 @@ class ReplicaHook(ReduceHook):
             if used:
                 self._model.check_finite(flag.data_ptr(), 1)
                 self._model.end()
-                stats = self._model.stats()
-                if stats is not None:
-                    self._model.learn(channel.gather_bytes(stats, self._group))
+        if used and self._learns:
+            self._lessons.begin([self._model], self._transport, self._transport.in_turn)
         return sum(chunk.sent for chunk in used)
 
     def _choose_chunk_size(self, sent: int) -> None:
@@ -501,6 +504,7 @@ class ReplicaHook(ReduceHook):
         _replica_state.load(self, state)
 
     def _synchronize(self) -> None:
+        self._lessons.wait()
         self._transport.check()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -15,7 +15,8 @@ would deadlock. For the same reason all hooks on one process group share one tra
 the results of others, and so are submitted by the thread "end", have a transport of their own (`purpose`). With NCCL no
 thread is needed: all work is enqueued on CUDA streams, on one group, in the order of the calls. Only a codec that
 learns has a thread there, because learning waits for the GPU, and a group on Gloo, because NCCL's must not be used by
-two threads at once.
+two threads at once. A hook that sends its gradients over other groups, as that of FSDP2 does, has a transport for what
+codecs learn (_lessons.py), with one thread and one group on Gloo.
 
 A failure on one rank stays with its transport: every later bucket fails at once with the same message. The other ranks
 learn of it from the process group, when its time-out has passed or when the connection is closed.
@@ -72,6 +73,7 @@ class Exchange:
         )
 
 
+LESSONS = "lessons"  # the purpose of a transport on which nothing but `in_turn` is called
 _Queue = queue.SimpleQueue[Optional[Callable[[], None]]]  # evaluated, and Python 3.9 has no `|` for types
 
 
@@ -121,9 +123,9 @@ class Transport:
         self._begun: dict[str, list["dist.Work"]] = {"up": [], "down": [], "in": [], "out": []}
         timeout = timeout or timeout_of_group(group, self.device) or default_pg_timeout
         self._path, self._time_out = path, timeout
-        phases = ["up"] if self.on_streams else ["up", "down", "end"]
+        phases = ["learn"] if purpose == LESSONS else ["up"] if self.on_streams else ["up", "down", "end"]
         groups = [self._own_group(f"{path}/{phase}", self.rank, self.world, timeout) for phase in phases]
-        self.up, self.down, self.end = groups[0], groups[-1 if self.on_streams else 1], groups[-1]
+        self.up, self.down, self.end = groups[0], groups[len(groups) // 2], groups[-1]
         # Within the node, for the threads "up" and "end".
         self._within: dict[str, Any] = {}
         if layout is not None:
@@ -257,16 +259,20 @@ class Transport:
 
     def submit(self, task: BucketTask) -> None:
         """Returns at once; with NCCL, when everything is enqueued. The task is told how it ended."""
-        with self._lock:  # behind the end of the queue nobody would take it
-            if self._closed:
-                raise EngineError(
-                    "the process group of this hook was destroyed, or the hook was removed", field="transport"
-                )
+        with self._lock:
+            self._refuse_closed()
             self._pending.append(task)
             if not self.on_streams:
                 self._queues[0].put(lambda: self._up(task))
         if self.on_streams:
             self._enqueue(task)
+
+    def _refuse_closed(self) -> None:
+        """Behind the end of the queue nobody would take anything."""
+        if self._closed:
+            raise EngineError(
+                "the process group of this hook was destroyed, or the hook was removed", field="transport"
+            )
 
     def _enqueue(self, task: BucketTask) -> None:
         try:
@@ -336,30 +342,48 @@ class Transport:
         self._pending.remove(task)
         task.fail(error)
 
-    # When a step is complete.
+    # When a step is complete. What fails here fails the transport.
 
     def later(self, work: Callable[[], None]) -> None:
         """Does something when the last bucket of a step is complete, while the training goes on. Only `finish` may call
-        this. What fails here fails the transport."""
-
-        def guarded() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self.failure = self.failure or error
-
-        if not self.on_streams:
+        this."""
+        if self.on_streams:
+            self._do_after(work)
+        else:
             # At once when the task that calls has ended: the order of what uses the group `end` is that of the tasks.
-            self._due.append(guarded)
-            return
+            self._due.append(lambda: self._guarded(work))
+
+    def in_turn(self, work: Callable[[], None]) -> None:
+        """The same for the thread that submits: behind everything that it has submitted."""
+        with self._lock:
+            self._refuse_closed()
+            if self.on_streams:
+                self._do_after(work)
+            else:
+                self._pass_on(work, self._queues)
+
+    def _pass_on(self, work: Callable[[], None], queues: "list[_Queue]") -> None:
+        """Through all threads, because a thread has other work before this one's turn."""
+        if queues:
+            queues[0].put(lambda: self._pass_on(work, queues[1:]))
+        else:
+            self._guarded(work)
+
+    def _do_after(self, work: Callable[[], None]) -> None:
         with self._lock:
             if self._after is None:
                 self._after = queue.SimpleQueue()
                 self._start_thread("gradwire learn", self._after, None)
-            self._after.put(guarded)
+            self._after.put(lambda: self._guarded(work))
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self.failure = self.failure or error
 
     def pool_bytes(self, mine: bytes) -> bytes:
-        """As gather_bytes, for what was given to `later`."""
+        """As gather_bytes, for what was given to `later` or `in_turn`."""
         if not self.on_streams:
             return self.gather_bytes(mine)
         if self._pool is None:

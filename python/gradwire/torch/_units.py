@@ -164,6 +164,7 @@ class UnitCoder:
             up=f"*={codec}", owner_feedback="off", rank=group.rank(), world=world, device=channel.core_device(),
             **options,
         )  # fmt: skip
+        self.learns = codec.learns
         self.keeps = codec.learns or options.get("feedback") == "on"
         self.coder = _core.BucketCoder(self.model, list(range(world)), channel.core_device())
 
@@ -279,6 +280,7 @@ class CompressedReduceScatter(_Comm):
 
     def _reduce(self, unit_coder: UnitCoder, output: torch.Tensor, gradients: torch.Tensor) -> None:
         channel, coder, hook = self.channel, unit_coder.coder, self.hook
+        hook._synchronize()
         unit_coder.model.begin(hook.step, loss_scale=hook._scale(), rate=hook._rate)
         with channel.measure("encode"):
             coder.begin()
