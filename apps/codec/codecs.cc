@@ -81,7 +81,7 @@ void print_table() {
     const Codec codec = Codec::parse(info.name);
     const double bits = typical_bits(codec);
     table.row({info.name, fmt::format("{:.2f}", bits), fmt::format("{:.1f}", 32 / bits), kind_of(codec.traits()),
-               codec.traits().feedback                   ? "on"
+               codec.traits().feedback                 ? "on"
                : only_with_momentum(info.name).empty() ? "off"
                                                        : "momentum",
                info.summary});
@@ -91,7 +91,10 @@ void print_table() {
       "\nBits per element and ratio (fp32 bytes / bytes sent) are for default parameters and one tensor of 1,048,576 "
       "elements.\n"
       "Error feedback: momentum means off, and on for few bits where Adam's momentum is exchanged.\n"
-      "gradwire codecs NAME shows the parameters of one codec.\n");
+      "gradwire codecs NAME shows the parameters of one codec.\n"
+      "lowrank:rank=4,bits=8,alternate=off is no codec of messages: it sends matrices as two thin factors where they "
+      "are "
+      "reduced, as in gradwire train.\n");
 }
 
 void print_codec(const CodecInfo& info) {

@@ -658,6 +658,7 @@ def test_decoding_to_another_type_rounds_once(folder):
 def test_codecs_lists_the_registry_with_parameters():
     assert {"fp32", "fp16", "bf16", "qsgd", "terngrad", "onebit", "topk"} <= set(CODECS)
     table = run("codecs")[0].decode()
+    assert "lowrank:rank=4" in table
     for row in rows("codecs"):
         page = run("codecs", row["codec"])[0].decode()
         assert row["summary"] and row["example"] and row["spec"].startswith(row["codec"])
