@@ -39,8 +39,8 @@ __device__ __forceinline__ uint64_t whole_sum(uint32_t low, uint32_t high) { ret
 
 // Levels 0 to `top` for k values of the thread block: of this thread those x[i] whose bit i is set in `kept`.
 template <int kValues>
-__device__ __forceinline__ LevelFit fit_levels(const float (&x)[kValues], uint32_t kept, Grid grid, uint32_t k,
-                                               uint32_t top, BlockTotals& totals) {
+__device__ __forceinline__ KeptFit fit_levels(const float (&x)[kValues], uint32_t kept, Grid grid, uint32_t k,
+                                              uint32_t top, BlockTotals& totals) {
   using Steps = LevelSteps<ScalarLane>;
   uint32_t mine = 0, least = 0xffffffffu, most = 0;  // patterns of floats that are not negative
 #pragma unroll
@@ -54,13 +54,13 @@ __device__ __forceinline__ LevelFit fit_levels(const float (&x)[kValues], uint32
   uint32_t first[4] = {low_part(mine), high_part(mine), ~least, most};
   totals.reduce<2>(first);
   const double count = k, total = static_cast<double>(whole_sum(first[0], first[1]));
-  LevelFit fit{total / count, 0};
+  KeptFit fit{total / count, 0};
   if (top == 0) return fit;
   fit = first_levels(bits_float(~first[2]), bits_float(first[3]), top);
 #pragma unroll 1
   for (int round = 0; round < kLevelRounds; ++round) {
     const float from = fit.from(), times = fit.times();
-    LevelSums sums;
+    KeptSums sums;
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
       if (kept >> i & 1) {

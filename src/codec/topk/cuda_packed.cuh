@@ -93,7 +93,7 @@ struct PackTile {
   }
 
   // What stands in front of the values.
-  __device__ __forceinline__ void put_scales(const LevelFit& fit, uint32_t top, uint32_t absmax) const {
+  __device__ __forceinline__ void put_scales(const KeptFit& fit, uint32_t top, uint32_t absmax) const {
     if (u.scale_count > 0) put(u.scales, marked ? u.marker() : low_scale(fit, absmax));
     if (u.scale_count > 1) put(u.scales + 1, marked ? 0 : rise_scale(fit, top, absmax));
   }
@@ -148,7 +148,7 @@ __device__ __forceinline__ void pack_tile(const PackTile& p, const TopkTile& t, 
   const Grid grid = grid_for(t.top);
   FewKept found;
   const bool few = !p.marked && expects_few(t, u.form.elements) && find_few(t, x, shared.choice, sum, found);
-  LevelFit fit;
+  KeptFit fit;
   uint32_t kept = 0;
   if (coded)  // seen by all once the next barrier is behind them, which comes before the first place
     for (uint32_t w = threadIdx.x; w < kHighWords; w += 1024) shared.high[w] = 0;

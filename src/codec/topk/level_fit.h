@@ -12,7 +12,7 @@
 namespace gradwire {
 
 // Level i is low + rise * i^2, in units of 2^-19 of the power of two at or below the largest magnitude.
-struct LevelFit {
+struct KeptFit {
   double low = 0, rise = 0;
 
   // What choosing the nearest level works with, in f32.
@@ -21,7 +21,7 @@ struct LevelFit {
 };
 
 // Over the kept values: i^2 and i^4 for their levels i, and i^2 times the value.
-struct LevelSums {
+struct KeptSums {
   uint64_t squares = 0, fourths = 0, products = 0;
 
   GW_HD void add(uint32_t level, float units) {
@@ -35,15 +35,15 @@ struct LevelSums {
 constexpr int kLevelRounds = 4;
 
 // From the least to the largest value. With two levels half of that, since the upper one is a mean.
-GW_HD inline LevelFit first_levels(float least, float most, uint32_t top) {
-  LevelFit fit;
+GW_HD inline KeptFit first_levels(float least, float most, uint32_t top) {
+  KeptFit fit;
   fit.low = static_cast<double>(least);
   fit.rise = (static_cast<double>(most) - fit.low) / (top == 1 ? 2.0 : static_cast<double>(top * top));
   return fit;
 }
 
 // Least squares: the sum of (q - low - rise * i^2)^2 over `count` values q, whose sum is `total`, is least.
-GW_HD inline void refine_levels(LevelFit& fit, const LevelSums& sums, double count, double total) {
+GW_HD inline void refine_levels(KeptFit& fit, const KeptSums& sums, double count, double total) {
   const double a = static_cast<double>(sums.squares), b = static_cast<double>(sums.fourths);
   const double p = static_cast<double>(sums.products), determinant = count * b - a * a;
   if (!(determinant > 0)) return;  // all at one level
@@ -57,8 +57,8 @@ GW_HD inline uint32_t level_scale(double units, uint32_t absmax) {
   const uint32_t bits = float_bits(static_cast<float>(units / static_cast<double>(kSumScale) * grid_step(absmax)));
   return bits < kInfBits ? bits : kInfBits - 1;
 }
-GW_HD inline uint32_t low_scale(const LevelFit& fit, uint32_t absmax) { return level_scale(fit.low, absmax); }
-GW_HD inline uint32_t rise_scale(const LevelFit& fit, uint32_t top, uint32_t absmax) {
+GW_HD inline uint32_t low_scale(const KeptFit& fit, uint32_t absmax) { return level_scale(fit.low, absmax); }
+GW_HD inline uint32_t rise_scale(const KeptFit& fit, uint32_t top, uint32_t absmax) {
   return level_scale(fit.rise * static_cast<double>(top * top), absmax);
 }
 

@@ -42,12 +42,12 @@ struct KeptLevels {
                           uint32_t* scales, float* work, uint32_t* codes) {
     const uint32_t top = (1u << (bits - 1)) - 1;  // the number of the highest level
     const double count = k, total = static_cast<double>(load(x, indices, k, absmax, work));
-    LevelFit fit{total / count, 0};
+    KeptFit fit{total / count, 0};
     if (top > 0) {
       fit = start(work, k, top);
       for (int round = 0; round < kLevelRounds; ++round) {
         choose(work, k, top, fit, codes);
-        LevelSums sums;
+        KeptSums sums;
         for (uint32_t j = 0; j < k; ++j) sums.add(codes[j], work[j]);
         refine_levels(fit, sums, count, total);
       }
@@ -70,7 +70,7 @@ struct KeptLevels {
     return sum;
   }
 
-  static LevelFit start(const float* work, uint32_t k, uint32_t top) {
+  static KeptFit start(const float* work, uint32_t k, uint32_t top) {
     U least = L::set_u(0xffffffffu), most = L::set_u(0);  // patterns of floats that are not negative
     for (uint32_t j = 0; j < k; j += L::kWidth) {
       const U q = L::bits(L::load(work + j));
@@ -81,7 +81,7 @@ struct KeptLevels {
     return first_levels(bits_float(lowest), bits_float(L::reduce_max(most)), top);
   }
 
-  static void choose(const float* work, uint32_t k, uint32_t top, const LevelFit& fit, uint32_t* codes) {
+  static void choose(const float* work, uint32_t k, uint32_t top, const KeptFit& fit, uint32_t* codes) {
     const float from = fit.from(), times = fit.times();
     for (uint32_t j = 0; j < k; j += L::kWidth)
       L::store_u(Steps::nearest(L::load(work + j), from, times, top), codes + j);

@@ -22,7 +22,7 @@ namespace {
 constexpr unsigned kWarp = 32;
 
 // A stack, and where to go on with it. Contexts of ucontext.h start a stack; from then on jumps switch between stacks,
-// because swapcontext() asks the kernel for the mask of signals each time. AddressSanitizer follows swapcontext() only.
+// because swapcontext() asks the kernel for the mask of signals each time.
 struct Stack {
   static constexpr size_t kBytes = 256 << 10;
   std::unique_ptr<std::byte[]> memory;  // none for the main one
@@ -42,14 +42,16 @@ void go(Stack& from, Stack& to, [[maybe_unused]] bool last) {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_start_switch_fiber(last ? nullptr : &from.fake, to.memory ? to.memory.get() : main_stack,
                                  to.memory ? Stack::kBytes : main_bytes);
-  swapcontext(&from.context, &to.context);
-  __sanitizer_finish_switch_fiber(from.fake, nullptr, nullptr);
-#else
-  if (_setjmp(from.at)) return;
+#endif
+  if (_setjmp(from.at)) {
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(from.fake, nullptr, nullptr);
+#endif
+    return;
+  }
   if (!to.fresh) _longjmp(to.at, 1);
   to.fresh = false;
   setcontext(&to.context);
-#endif
 }
 
 enum class State { ready, at_warp, at_block, done };
@@ -66,7 +68,7 @@ bool same(const Place& a, const Place& b) {
   return a.line() == b.line() && a.column() == b.column() && !std::strcmp(a.file_name(), b.file_name());
 }
 
-class Block {
+class ThreadBlock {
  public:
   void run(unsigned threads, const std::function<void()>& kernel) {
     if (threads % kWarp) throw std::runtime_error("only whole warps are emulated");
@@ -177,10 +179,10 @@ class Block {
   std::minstd_rand random_;
 };
 
-Block the_block;
+ThreadBlock the_block;
 uint64_t runs_so_far = 0;
 
-void Block::enter() {
+void ThreadBlock::enter() {
 #if defined(__SANITIZE_ADDRESS__)
   const void* from = nullptr;
   size_t bytes = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands in for src/device/cuda_grid.cuh: how kernels are started on an emulated GPU. Few thread blocks, so that each of
-// them takes several items, one after another in the same shared memory.
+// Stands in for the product's file of this name: how kernels are started on an emulated GPU. Few thread blocks, so that
+// each of them takes several items, one after another in the same shared memory.
 
 inline unsigned limited(uint64_t wanted, int per_sm) {
   return static_cast<unsigned>(std::max<uint64_t>(1, std::min<uint64_t>(wanted, per_sm > 2 ? 3 : 2)));
