@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(1024, 1) pack_tiles(const __grid_constant__ Cu
     const PackTile pack{job, unit, t.lane, t.top >= kInfBits, check};
     pack_tile<kFeedback>(pack, t, x, n, shared, sum, totals);
     if (n) finish_block<kFeedback>(job, piece, block, t.lane, x, pack.marked);
-    // No barrier: before its first one the next tile writes only the counts of warps, which are done with.
+    __syncthreads();  // no thread is still in this tile: work ahead on the next one would take registers
   }
   check.flush(job.check);
 }
