@@ -8,20 +8,12 @@ import gradwire
 from conftest import EVERY_CODEC
 
 
-def on_cuda(spec):
-    codec = gradwire.Codec(spec)
-    return codec.name != "topk" or (codec.parameters["bits"], codec.parameters["index"]) == ("32", "raw")
-
-
-CUDA_CODECS = [spec for spec in EVERY_CODEC if on_cuda(spec)]
-
-
 @pytest.fixture
 def tensor(cuda, gradient):
     return cuda.from_numpy(gradient).cuda()
 
 
-@pytest.mark.parametrize("spec", CUDA_CODECS)
+@pytest.mark.parametrize("spec", EVERY_CODEC)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_bytes_and_values_are_those_of_the_cpu(spec, dtype, cuda, tensor):
     values = tensor.to(getattr(cuda, dtype))
@@ -164,15 +156,9 @@ def test_residuals_on_the_gpu_are_those_of_the_cpu(dtype, cuda, tensor, gradient
             plan.encode([tensor, tensor], step=9, feedback=states["cuda:0"])
 
 
-def test_packed_topk_is_refused_by_name(cuda, tensor):
-    for spec in ("topk:bits=2", "topk:index=coded"):
-        with pytest.raises(gradwire.Error, match="runs on the CPU only"):
-            gradwire.encode(tensor, spec)
-
-
 def test_an_empty_tensor_and_one_element(cuda):
     for count in (0, 1):
-        for spec in CUDA_CODECS:
+        for spec in EVERY_CODEC:
             frame = gradwire.encode(cuda.ones(count, device="cuda"), spec)
             assert bytes(frame) == bytes(gradwire.encode(np.ones(count, "f4"), spec))
             assert gradwire.decode(frame).shape == (count,)

@@ -36,8 +36,7 @@ struct UnitOps {
   // Expects units that check() accepts.
   void (*decode)(const Kernels& kernels, const Span& span, uint64_t task, Scratch& scratch);
 
-  const CudaUnitOps* cuda = nullptr;                 // null: the codec, or this build, has no kernels
-  bool (*cpu_only)(const Scheme& scheme) = nullptr;  // whether the kernels, if there are some, do not know this scheme
+  const CudaUnitOps* cuda = nullptr;  // null: the codec, or this build, has no kernels
 };
 
 }  // namespace gradwire

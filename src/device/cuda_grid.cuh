@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many thread blocks a kernel gets.
+// How kernels are started, and how many thread blocks they get.
 //
 // Included by the files of kernels inside an anonymous namespace, after cuda_load.cuh.
 
@@ -18,6 +18,12 @@ unsigned limited(uint64_t wanted, int per_sm) {
       1, std::min<uint64_t>(wanted, static_cast<uint64_t>(multiprocessors()) * std::max(per_sm, 1))));
 }
 
+template <auto kKernel, class... Args>
+void enqueue(dim3 blocks, unsigned threads, unsigned shared, cudaStream_t stream, const Args&... args) {
+  kKernel<<<blocks, threads, shared, stream>>>(args...);
+  cuda_throw(cudaGetLastError(), "kernel launch");
+}
+
 // Enough thread blocks to fill the device, no more: kernels walk over their items, and each adds one partial sum.
 // `extra` thread blocks come before those, for tails and for the head of a message. `more` are further arguments of the
 // kernel.
@@ -33,6 +39,5 @@ void launch(CudaJob job, uint64_t items, unsigned items_per_block, unsigned thre
   }();
   const unsigned room = limited(~uint64_t{0}, per_sm);
   job.main_blocks = std::min(limited(div_up(items, items_per_block), per_sm), room > extra ? room - extra : 1);
-  kKernel<<<job.main_blocks + extra, threads, kShared, stream>>>(job, more...);
-  cuda_throw(cudaGetLastError(), "kernel launch");
+  enqueue<kKernel>(job.main_blocks + extra, threads, kShared, stream, job, more...);
 }

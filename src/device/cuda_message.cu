@@ -107,10 +107,9 @@ void cuda_begin(const CudaBegin& begin, const void* const* host, const void** de
     PointerPack pack;
     const unsigned n = static_cast<unsigned>(std::min(kPack, count - at));
     std::copy(host + at, host + at + n, pack.p);
-    begin_kernel<<<1, 256, 0, stream>>>(pack, begin, device + at, n, at == 0);
+    enqueue<begin_kernel>(1, 256, 0, stream, pack, begin, device + at, n, at == 0);
     at += kPack;
   } while (at < count);
-  cuda_throw(cudaGetLastError(), "kernel launch");
 }
 
 void cuda_sample(std::span<const CudaPick> picks, DType residual, float loss_scale, float* out, cudaStream_t stream) {
@@ -118,9 +117,8 @@ void cuda_sample(std::span<const CudaPick> picks, DType residual, float loss_sca
     PickPack pack;
     const size_t n = std::min(kPickPack, picks.size() - at);
     std::copy(picks.begin() + at, picks.begin() + at + n, pack.p);
-    sample_kernel<<<static_cast<unsigned>(n), 256, 0, stream>>>(pack, residual, loss_scale, out + at * kBlock);
+    enqueue<sample_kernel>(static_cast<unsigned>(n), 256, 0, stream, pack, residual, loss_scale, out + at * kBlock);
   }
-  cuda_throw(cudaGetLastError(), "kernel launch");
 }
 
 void cuda_store(std::byte* to, std::span<const std::byte> from, cudaStream_t stream) {
@@ -128,25 +126,19 @@ void cuda_store(std::byte* to, std::span<const std::byte> from, cudaStream_t str
     StorePack pack;
     const size_t n = std::min(kStorePack, from.size() - at);
     std::copy_n(from.begin() + static_cast<ptrdiff_t>(at), n, pack.bytes);
-    store_kernel<<<1, 256, 0, stream>>>(pack, to + at, static_cast<unsigned>(n));
+    enqueue<store_kernel>(1, 256, 0, stream, pack, to + at, static_cast<unsigned>(n));
   }
-  cuda_throw(cudaGetLastError(), "kernel launch");
 }
 
 void cuda_finish_encode(const CudaHead& head, std::byte* message, const unsigned long long* check,
                         cudaStream_t stream) {
-  finish_kernel<<<1, 256, 0, stream>>>(head, message, check);
-  cuda_throw(cudaGetLastError(), "kernel launch");
+  enqueue<finish_kernel>(1, 256, 0, stream, head, message, check);
 }
 
-void cuda_check_head(const CudaJob& job, cudaStream_t stream) {
-  head_kernel<<<1, 256, 0, stream>>>(job);
-  cuda_throw(cudaGetLastError(), "kernel launch");
-}
+void cuda_check_head(const CudaJob& job, cudaStream_t stream) { enqueue<head_kernel>(1, 256, 0, stream, job); }
 
 void cuda_finish_decode(const CudaJob& job, uint32_t* sticky, bool first, cudaStream_t stream) {
-  finish_decode_kernel<<<limited(job.items, 2), 256, 0, stream>>>(job, sticky, first);
-  cuda_throw(cudaGetLastError(), "kernel launch");
+  enqueue<finish_decode_kernel>(limited(job.items, 2), 256, 0, stream, job, sticky, first);
 }
 
 }  // namespace gradwire

@@ -1,20 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
 
-#include "codec/unit.h"
 #include "core/bits.h"
 #include "gradwire/error.h"
 #include "message/runners.h"
 
 namespace gradwire {
-
-void check_on_cuda(const Layout& layout) {
-  for (const Region& region : layout.regions)
-    if (region.unit && region.unit->cpu_only && region.unit->cpu_only(region.scheme))
-      throw Error(ErrorKind::unsupported,
-                  fmt::format("device is cuda, but {} runs on the CPU only", layout.specs[region.spec].str()),
-                  "device");
-}
 
 void check_arguments(const Layout& layout, size_t tensors, std::span<const std::byte> message, size_t alignment) {
   if (tensors != layout.tensors.size())

@@ -347,10 +347,7 @@ class CpuRunner final : public Runner {
 }  // namespace
 
 std::unique_ptr<Runner> make_runner(const Plan& plan, const Device& device) {
-  if (device.kind == Device::Kind::cuda) {
-    check_on_cuda(layout_of(plan));
-    return make_cuda_runner(plan, device);
-  }
+  if (device.kind == Device::Kind::cuda) return make_cuda_runner(plan, device);
   return std::make_unique<CpuRunner>(plan, device);
 }
 

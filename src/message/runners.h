@@ -12,7 +12,6 @@ namespace gradwire {
 std::unique_ptr<Runner> make_cuda_runner(const Plan& plan, const Device& device);  // runner_cuda.cc or runner_none.cc
 
 // Each throws Error naming the argument.
-void check_on_cuda(const Layout& layout);  // whether a GPU runs the codecs
 void check_arguments(const Layout& layout, size_t tensors, std::span<const std::byte> message, size_t alignment);
 void check_residuals(const Layout& layout, const Residuals& residuals);
 void check_write(const Layout& layout, Write write);

@@ -48,7 +48,7 @@ std::string field_of_failure(const TestDevice& device, const Plan& plan, const R
 
 TEST_F(Cuda, ADamagedBodyIsAnErrorAtWait) {
   for (const char* spec : {"fp32", "fp16", "qsgd:bits=4", "qsgd:bits=5", "qsgd:bits=4,bucket=128", "terngrad", "onebit",
-                           "topk", "topk:mode=paper"}) {
+                           "topk", "topk:mode=paper", "topk:bits=2", "topk:bits=16,index=bitmap"}) {
     const Plan plan({{"w", 70001, DType::f32, Codec::parse(spec)}});
     const Raw message = cpu.encode(plan, {raw_of(ramp(70001))}, {.seed = 1});
     for (size_t at : {message.size() - 1, message.size() / 2, message.size() - 4000}) {

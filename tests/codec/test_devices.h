@@ -9,8 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "codec/define.h"
-#include "codec/unit.h"
 #include "core/bits.h"
 #include "device/memory.h"
 #include "gradwire/runner.h"
@@ -62,10 +60,6 @@ class TestDevice {
            (device_.threads > 1 ? "x" + std::to_string(device_.threads) : "");
   }
   const Device& device() const { return device_; }
-  bool runs(const Codec& codec) const {
-    const UnitOps* ops = unit_ops_of(codec);
-    return device_.kind == Device::Kind::cpu || !ops || !ops->cpu_only || !ops->cpu_only(scheme_of(codec));
-  }
 
   // With feedback, `after` gets the new residuals.
   Raw encode(const Plan& plan, const std::vector<Raw>& tensors, const Stamp& stamp,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Packed topk: places that are read back from any choice of elements, sizes, levels near the best that a search finds,
-// texts that leave messages of before as they were, devices, and malformed units.
+// texts that leave messages of before as they were, and malformed units.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -135,28 +135,6 @@ TEST(PackedTopk, TextsOfBeforeAndNow) {
   EXPECT_EQ(
       MessageBuilder("topk:ratio=0.1,bits=2", 50).set_specs({"topk:ratio=0.1,mode=tile,bits=2,index=coded"}).field(),
       "");
-}
-
-TEST(PackedTopk, AGpuRefusesItByName) {
-  const Device gpu{.kind = Device::Kind::cuda};
-  for (const char* spec : {"topk:bits=2", "topk:index=coded", "topk:bits=16,index=raw"}) {
-    const Plan plan({{"a", 100, DType::f32, Codec()}, {"w", 100, DType::f32, Codec::parse(spec)}});
-    try {
-      make_runner(plan, gpu);
-      FAIL() << spec;
-    } catch (const Error& e) {
-      EXPECT_EQ(e.kind(), ErrorKind::unsupported);
-      EXPECT_EQ(e.field(), "device");
-      EXPECT_NE(std::string(e.what()).find("runs on the CPU only"), std::string::npos) << e.what();
-      EXPECT_NE(std::string(e.what()).find(Codec::parse(spec).str()), std::string::npos) << e.what();
-    }
-  }
-  try {
-    const Plan plan({{"w", 100, DType::f32, Codec::parse("topk")}});
-    make_runner(plan, gpu);
-  } catch (const Error& e) {  // there may be no GPU, but topk as it was is none of its reasons
-    EXPECT_EQ(std::string(e.what()).find("CPU only"), std::string::npos) << e.what();
-  }
 }
 
 // The squared error of the kept values, and of the best n levels that a long search finds for them.

@@ -219,7 +219,6 @@ const UnitOps kTopkUnits = {
 #if defined(GRADWIRE_HAS_CUDA)
     .cuda = &kTopkCudaUnits,
 #endif
-    .cpu_only = topk_packed,
 };
 
 }  // namespace gradwire

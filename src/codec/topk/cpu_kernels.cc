@@ -7,6 +7,7 @@
 
 #include "codec/target_table.h"
 #include "codec/topk/kernels.h"
+#include "codec/topk/level_fit.h"
 #include "device/lane.h"
 #include "device/params.h"
 
@@ -50,7 +51,7 @@ namespace {
 #define GW_BODY inline
 // Each of these needs the ones before it.
 // clang-format off
-inline float square_root(float x) { return std::sqrt(x); }
+GW_BODY float square_root(float x) { return std::sqrt(x); }
 #include "codec/topk/levels-inl.h"
 #include "codec/topk/lanes-inl.h"
 // clang-format on

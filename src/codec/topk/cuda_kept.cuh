@@ -34,6 +34,17 @@ __device__ __forceinline__ void write_kept(const CudaJob& job, const KeptUnit& u
   check.loose += word_part(index << (j % 2 * 16), u.words + u.k + j / 2);
 }
 
+// Whether a value is kept: all above the threshold are, and of those at it the first `equals`, which is counted down.
+// The warp asks for a row at once; lanes_before has a bit for every lower lane.
+__device__ __forceinline__ bool keep_in_row(uint32_t magnitude, bool inside, uint32_t threshold, uint32_t lanes_before,
+                                            uint64_t& equals) {
+  const bool equal = inside && magnitude == threshold;
+  const uint32_t votes = __ballot_sync(kFull, equal);
+  const bool keep_equal = equal && __popc(votes & lanes_before) < equals;
+  equals -= __popc(__ballot_sync(kFull, keep_equal));
+  return keep_equal || (inside && magnitude > threshold);
+}
+
 // Where the kept values of one warp's block go: `at` is the place of its first, `equals` how many at the threshold it
 // may keep. Clears what is kept, so that x becomes the residual.
 __device__ __forceinline__ void emit_block(const CudaJob& job, const KeptUnit& u, uint64_t begin_in_unit, uint32_t lane,
@@ -42,20 +53,15 @@ __device__ __forceinline__ void emit_block(const CudaJob& job, const KeptUnit& u
   const uint32_t before = (1u << lane) - 1;
 #pragma unroll
   for (int row = 0; row < 32; ++row) {
-    const uint32_t bits = float_bits(x[row]), magnitude = bits & 0x7fffffffu;
-    const bool inside = row * kLane + lane < n;
-    const uint32_t equal = __ballot_sync(kFull, inside && magnitude == threshold);
-    const bool keep_equal = (equal >> lane & 1) && __popc(equal & before) < equals;
-    const bool keep = inside && (magnitude > threshold || keep_equal);
+    const uint32_t bits = float_bits(x[row]);
+    const bool keep = keep_in_row(bits & 0x7fffffffu, row * kLane + lane < n, threshold, before, equals);
     const uint32_t all = __ballot_sync(kFull, keep);
-    const uint32_t kept_equal = __popc(__ballot_sync(kFull, keep_equal));
     if (keep) {
       write_kept(job, u, at + __popc(all & before), bits, static_cast<uint32_t>(begin_in_unit + row * kLane + lane),
                  check);
       x[row] = 0;
     }
     at += __popc(all);
-    equals -= kept_equal;
   }
 }
 

@@ -130,47 +130,71 @@ __device__ __forceinline__ TopkThreshold search_candidates(const TopkTile& t, ui
   return found;
 }
 
-// Writes the candidates that reach the threshold, of which there are exactly k, 1024 candidates at a time.
-__device__ __forceinline__ void emit_candidates(const CudaJob& job, const TopkTile& t, uint32_t threshold,
-                                                uint32_t reach, TopkShared& shared, Check& check) {
+// Calls take(j, bits, index) for the candidates that reach the threshold, of which there are exactly k, 1024 candidates
+// at a time. What take() writes may be the memory of candidates up to the j-th.
+template <class Take>
+__device__ __forceinline__ void take_candidates(const TopkTile& t, uint32_t threshold, uint32_t reach,
+                                                TopkShared& shared, Take take) {
   uint32_t base = 0;
   for (uint32_t c = 0; c * 1024 < reach; ++c) {
     const uint32_t j = c * 1024 + threadIdx.x;
-    const uint32_t bits = j < reach ? shared.candidates[j] : 0;
+    const uint32_t bits = j < reach ? shared.candidates[j] : 0, index = j < reach ? shared.places[j] : 0;
     const bool keep = j < reach && (bits & 0x7fffffffu) >= threshold;
     const uint32_t votes = __ballot_sync(kFull, keep);
     if (t.lane == 0) shared.counts[t.warp] = __popc(votes);
     __syncthreads();
     const uint32_t first = base + __reduce_add_sync(kFull, t.lane < t.warp ? shared.counts[t.lane] : 0);
     base += __reduce_add_sync(kFull, shared.counts[t.lane]);
-    if (keep) write_kept(job, t.u, first + __popc(votes & t.lanes_before), bits, shared.places[j], check);
+    if (keep) take(first + __popc(votes & t.lanes_before), bits, index);
     __syncthreads();
   }
 }
 
-// The quick way: false if the guess failed, or if values tie at the threshold. With feedback, x becomes the residual.
-template <bool kFeedback>
-__device__ __forceinline__ bool select_few(const CudaJob& job, const TopkTile& t, float (&x)[32], TopkShared& shared,
-                                           BlockSum& sum, Check& check) {
+struct FewKept {
+  uint32_t threshold, reach;  // k of the `reach` candidates reach the threshold
+};
+
+// The quick way: false if the guess failed, or if values tie at the threshold.
+__device__ __forceinline__ bool find_few(const TopkTile& t, const float (&x)[32], TopkShared& shared, BlockSum& sum,
+                                         FewKept& found) {
   const uint32_t guess = guess_magnitude(t, x), reach = count_candidates(t, x, guess, shared);
   if (guess == 0 || reach < t.k || reach > kCandidates) return false;
   gather_candidates(t, x, guess, shared);
   const TopkThreshold threshold = search_candidates(t, guess, reach, shared, sum);
-  if (threshold.reached != t.k) return false;
-  emit_candidates(job, t, threshold.magnitude, reach, shared, check);
+  found = {threshold.magnitude, reach};
+  return threshold.reached == t.k;
+}
+
+// Where the quick way is worth trying.
+__device__ __forceinline__ bool expects_few(const TopkTile& t, uint64_t elements) {
+  return elements == kTile && t.k < kTile / 16;
+}
+
+// With feedback, x becomes the residual.
+template <bool kFeedback>
+__device__ __forceinline__ bool select_few(const CudaJob& job, const TopkTile& t, float (&x)[32], TopkShared& shared,
+                                           BlockSum& sum, Check& check) {
+  FewKept few;
+  if (!find_few(t, x, shared, sum, few)) return false;
+  take_candidates(t, few.threshold, few.reach, shared,
+                  [&](uint32_t j, uint32_t bits, uint32_t index) { write_kept(job, t.u, j, bits, index, check); });
   if (kFeedback) {
 #pragma unroll
     for (int row = 0; row < 32; ++row)
-      if ((float_bits(x[row]) & 0x7fffffffu) >= threshold.magnitude) x[row] = 0;
+      if ((float_bits(x[row]) & 0x7fffffffu) >= few.threshold) x[row] = 0;
   }
   return true;
 }
 
+// What a warp keeps of its block: all above the threshold, and the first `equals` of those at it.
+struct BlockKept {
+  uint32_t threshold, at, equals;  // at: the place of the first one in the unit
+};
+
 // The sure way, over all n values of this warp's block.
-__device__ __forceinline__ void select_any(const CudaJob& job, const TopkTile& t, float (&x)[32], uint64_t n,
-                                           TopkShared& shared, BlockSum& sum, Check& check) {
+__device__ __forceinline__ BlockKept find_any(const TopkTile& t, const float (&x)[32], uint64_t n, TopkShared& shared,
+                                              BlockSum& sum) {
   const uint32_t threshold = search_all(x, t.top, t.k, sum);
-  // The place of this warp's first kept value: all values above the threshold are kept, and the first of those at it.
   uint32_t above = 0, equal = 0;
 #pragma unroll
   for (int row = 0; row < 32; ++row) {
@@ -190,10 +214,19 @@ __device__ __forceinline__ void select_any(const CudaJob& job, const TopkTile& t
   const uint32_t above_before = __reduce_add_sync(kFull, t.lane < t.warp ? shared.counts[t.lane] : 0);
   const uint32_t equal_before = __reduce_add_sync(kFull, t.lane < t.warp ? shared.others[t.lane] : 0);
   const uint32_t wanted = t.k - all_above;  // how many at the threshold are kept
-  const uint32_t equals = equal_before < wanted ? wanted - equal_before : 0;
-  if (n)
-    emit_block(job, t.u, t.warp * kBlock, t.lane, x, n, threshold, above_before + min(equal_before, wanted), equals,
-               check);
+  return {threshold, above_before + min(equal_before, wanted), equal_before < wanted ? wanted - equal_before : 0};
+}
+
+// Loads a tile into registers and finds its largest magnitude.
+template <bool kFeedback>
+__device__ __forceinline__ void load_tile(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint64_t n,
+                                          TopkTile& t, float (&x)[32], TopkShared& shared) {
+  if (n) load_block<kFeedback>(job, piece, block, t.lane, x);
+  prefetch_tile<false>(job, piece, block, t.lane);
+  const uint32_t top_here = block_max(x);
+  if (t.lane == 0) shared.counts[t.warp] = top_here;
+  __syncthreads();
+  t.top = __reduce_max_sync(kFull, shared.counts[t.lane]);
 }
 
 template <bool kFeedback>
@@ -213,18 +246,14 @@ __global__ void __launch_bounds__(1024) select_tiles(const __grid_constant__ Cud
     t.u = kept_of(job, piece, item.number, elements);
     t.k = static_cast<uint32_t>(t.u.k);
     float x[32] = {};
-    if (n) load_block<kFeedback>(job, piece, block, t.lane, x);
-    prefetch_tile<false>(job, piece, block, t.lane);
-    const uint32_t top_here = block_max(x);
-    if (t.lane == 0) shared.counts[t.warp] = top_here;
-    __syncthreads();
-    t.top = __reduce_max_sync(kFull, shared.counts[t.lane]);
+    load_tile<kFeedback>(job, piece, block, n, t, x, shared);
     const bool marked = t.top >= kInfBits;
     if (marked) {
       for (uint64_t j = threadIdx.x; j < t.u.k; j += 1024)
         write_kept(job, t.u, j, j == 0 ? kMarker : 0, static_cast<uint32_t>(j), check);
-    } else if (elements != kTile || t.k >= kTile / 16 || !select_few<kFeedback>(job, t, x, shared, sum, check)) {
-      select_any(job, t, x, n, shared, sum, check);
+    } else if (!expects_few(t, elements) || !select_few<kFeedback>(job, t, x, shared, sum, check)) {
+      const BlockKept kept = find_any(t, x, n, shared, sum);
+      if (n) emit_block(job, t.u, t.warp * kBlock, t.lane, x, n, kept.threshold, kept.at, kept.equals, check);
     }
     if (n) finish_block<kFeedback>(job, piece, block, t.lane, x, marked);
     __syncthreads();  // the next tile uses the same shared memory

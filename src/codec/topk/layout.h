@@ -31,10 +31,15 @@ GW_HD inline bool wide_indices(const Scheme& s, uint64_t count) { return unit_el
 // How places are written: Scheme::steps.
 enum : uint32_t { kRawPlaces, kCodedPlaces, kBitmapPlaces };
 
+// Where the places of a unit are written, and how.
+struct PlaceWords {
+  uint32_t kind;  // kRawPlaces (of 16 bits), kCodedPlaces or kBitmapPlaces
+  uint64_t elements, k;
+};
+
 // Whether anything but f32 values and raw indices is written. Such units are tiles.
 GW_HD inline bool topk_packed(const Scheme& s) { return s.bits != 32 || s.steps != kRawPlaces; }
 
-GW_HD inline uint32_t topk_levels(const Scheme& s) { return 1u << (s.bits - 1); }  // bits=1 to 8: magnitudes
 GW_HD inline uint64_t topk_scale_words(const Scheme& s) { return s.bits > 8 ? 0 : s.bits == 1 ? 1 : 2; }
 GW_HD inline uint64_t topk_value_words(const Scheme& s, uint64_t k) { return div_up(k * s.bits, 32); }
 

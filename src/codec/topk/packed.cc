@@ -5,49 +5,24 @@
 #include <cstring>
 
 #include "codec/topk/kernels.h"
+#include "codec/topk/level_fit.h"
 #include "device/params.h"
 
 namespace gradwire {
 namespace {
 
-constexpr uint32_t kLargestBits = kInfBits - 1;  // of a finite float
-
-// The nearest finite bf16, ties to even: a value that would become an infinity takes the largest one.
-uint32_t nearest_bf16(float x) {
-  const uint32_t h = f32_to_bf16(x);
-  return (h & 0x7fffu) == 0x7f80u ? h - 1 : h;
-}
-
-// The magnitudes that codes of `bits` bits stand for: squares are what the tail of a distribution wants, many levels
-// where most of the kept values are and few towards the largest.
+// The magnitudes that the levels of a unit stand for.
 struct LevelTable {
   float of[128];
-  LevelTable(uint32_t bits, const uint32_t* scales) {
-    const uint32_t top = (1u << (bits - 1)) - 1;
-    const float low = bits_float(scales[0]);
-    of[0] = low;
-    for (uint32_t i = 1; i <= top; ++i) {
-      const float share = static_cast<float>(i * i) / static_cast<float>(top * top);
-      const float rise = bits_float(scales[1]) * share;
-      of[i] = std::min(low + rise, bits_float(kLargestBits));
-    }
-  }
-  float value(uint32_t code, uint32_t bits) const {
-    const uint32_t sign = code >> (bits - 1);
-    return bits_float(float_bits(of[code & ((1u << (bits - 1)) - 1)]) | sign << 31);
+  LevelTable(const PackedUnit& u) {
+    const float low = bits_float(u.scales[0]), rise = u.bits > 1 ? bits_float(u.scales[1]) : 0.0f;
+    for (uint32_t i = 0; i <= u.top(); ++i) of[i] = level_magnitude(i, u.top(), low, rise);
   }
 };
 
 bool any(const uint32_t* words, uint64_t count) {
   return std::any_of(words, words + count, [](uint32_t word) { return word != 0; });
 }
-
-uint32_t first_marker(uint32_t bits) { return bits == 16 ? kMarkerBf16 : kMarker; }
-// The word that a marker stands in, less the neighbour that shares it.
-uint32_t first_word(const PackedUnit& u) {
-  return u.bits == 16 ? u.values[0] & 0xffffu : u.bits == 32 ? u.values[0] : u.scales[0];
-}
-bool marked(const PackedUnit& u) { return first_word(u) == first_marker(u.bits); }
 
 }  // namespace
 
@@ -82,17 +57,6 @@ void write_places(const PlaceWords& p, const uint32_t* indices, uint32_t* words)
   }
 }
 
-PackedUnit::PackedUnit(const Scheme& s, uint64_t elements, uint32_t* words)
-    : bits(s.bits),
-      k(topk_kept(s, elements)),
-      scale_count(topk_scale_words(s)),
-      value_count(topk_value_words(s, k)),
-      place_count(topk_place_words(s, elements, elements, k)),
-      scales(words),
-      values(words + scale_count),
-      places(values + value_count),
-      form{s.steps, elements, k} {}
-
 void encode_packed(const Kernels& kernels, const PackedUnit& u, const float* x, uint32_t absmax,
                    const uint32_t* indices, float* sent, uint32_t* codes) {
   write_places(u.form, indices, u.places);
@@ -111,19 +75,19 @@ void encode_packed(const Kernels& kernels, const PackedUnit& u, const float* x, 
   }
   topk_kernels(kernels).level_codes(x, indices, static_cast<uint32_t>(u.k), u.bits, absmax, u.scales, sent, codes);
   kernels.pack_tail(codes, u.k, static_cast<int>(u.bits), u.values);
-  const LevelTable levels(u.bits, u.scales);
-  for (uint64_t j = 0; j < u.k; ++j) sent[j] = levels.value(codes[j], u.bits);
+  const LevelTable levels(u);
+  for (uint64_t j = 0; j < u.k; ++j) sent[j] = level_value(levels.of, codes[j], u.bits);
 }
 
 void encode_packed_marked(const PackedUnit& u, uint32_t* indices) {
   for (uint64_t j = 0; j < u.k; ++j) indices[j] = static_cast<uint32_t>(j);
   std::fill(u.scales, u.places, 0);
-  u.scales[0] = first_marker(u.bits);  // or the first value, where there are no scales
+  u.scales[0] = u.marker();  // or the first value, where there are no scales
   write_places(u.form, indices, u.places);
 }
 
 const char* packed_problem(const PackedUnit& u) {
-  const bool is_marked = marked(u);
+  const bool is_marked = u.marked();
   for (uint64_t i = is_marked; i < u.scale_count; ++i)
     if (is_marked ? u.scales[i] != 0 : u.scales[i] >= kInfBits) return "scales";
   if (is_marked) {
@@ -144,15 +108,15 @@ const char* packed_problem(const PackedUnit& u) {
 }
 
 bool decode_packed(const Kernels& kernels, const PackedUnit& u, float* values, uint32_t* indices) {
-  if (marked(u)) return true;
+  if (u.marked()) return true;
   if (u.bits == 32) {
     std::memcpy(values, u.values, u.k * sizeof(float));
   } else if (u.bits == 16) {
     for (uint64_t j = 0; j < u.k; ++j) values[j] = bits_float((u.values[j / 2] >> (j % 2 * 16) & 0xffffu) << 16);
   } else {
     kernels.unpack_tail(u.values, u.k, static_cast<int>(u.bits), indices);
-    const LevelTable levels(u.bits, u.scales);
-    for (uint64_t j = 0; j < u.k; ++j) values[j] = levels.value(indices[j], u.bits);
+    const LevelTable levels(u);
+    for (uint64_t j = 0; j < u.k; ++j) values[j] = level_value(levels.of, indices[j], u.bits);
   }
   for_places(u.form, u.places, [&](uint64_t j, uint32_t index) { indices[j] = index; });
   return false;

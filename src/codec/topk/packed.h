@@ -1,21 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Units of topk whose values or places are packed: every form but f32 values with raw indices. They are tiles, on the
-// CPU alone.
+// Packed units of topk on the CPU.
 #pragma once
 
+#include "codec/topk/packed_unit.h"
 #include "codec/topk/places.h"
 #include "device/kernels.h"
 
 namespace gradwire {
-
-// The parts of a packed unit of `elements` elements.
-struct PackedUnit {
-  PackedUnit(const Scheme& scheme, uint64_t elements, uint32_t* words);
-  uint32_t bits;  // of a value
-  uint64_t k, scale_count, value_count, place_count;
-  uint32_t *scales, *values, *places;
-  PlaceWords form;
-};
 
 // Writes the values x[indices[j]] and their places, and to sent[j] what a decoder will make of them. `absmax` is the
 // largest magnitude of the unit, which is finite. `sent` has kTile floats, and codes as many words to work in.

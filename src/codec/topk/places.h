@@ -15,17 +15,11 @@
 
 namespace gradwire {
 
-// Where the places of a unit are written, and how.
-struct PlaceWords {
-  uint32_t kind;  // kRawPlaces (of 16 bits), kCodedPlaces or kBitmapPlaces
-  uint64_t elements, k;
-};
-
 // `words` has topk_place_words() of them.
 void write_places(const PlaceWords& p, const uint32_t* indices, uint32_t* words);
 
 // Bits [at, at + bits) of a string, bits <= 16. Reads the word behind only where the bits reach into it.
-inline uint32_t string_bits(const uint32_t* words, uint64_t at, uint32_t bits) {
+GW_HD inline uint32_t string_bits(const uint32_t* words, uint64_t at, uint32_t bits) {
   uint64_t pair = words[at / 32];
   if (at % 32 + bits > 32) pair |= uint64_t{words[at / 32 + 1]} << 32;
   return static_cast<uint32_t>(pair >> (at % 32)) & ((1u << bits) - 1);

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// One thread block of a GPU at a time, on a CPU: so that the kernels themselves, compiled as plain C++, can be tested
+// where there is no GPU and no CUDA. The headers of this folder stand in for those of CUDA.
+//
+// Each thread of a block is a fiber with a stack of its own. It runs until it comes to a barrier or to an operation of
+// its warp, and goes on when all threads that this needs have come to the same place of the source. If some of them can
+// never come, the run ends with a std::runtime_error that names the place. Warps, lanes and thread blocks take their
+// turns in random order, and a warp runs as far ahead as it can, so a barrier that is missing shows as wrong results.
+//
+// What this cannot show: races within the instructions between two such places that the order does not happen to
+// expose, the memory model, alignment of vector loads, limits on registers, and speed.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <source_location>
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;  // of the fiber that runs
+
+namespace gradwire::emulated {
+
+using Place = std::source_location;
+
+// Runs `kernel` for every thread of every block.
+void run(dim3 blocks, unsigned threads, const std::function<void()>& kernel);
+
+// How many runs there were so far: a test shows by it that its kernels ran.
+uint64_t runs();
+
+// For the thread that calls: waits for the 32 of its warp, or for all of its block. Returns the values that they came
+// with, for a block their sum.
+const uint64_t* meet_warp(uint64_t value, Place place);
+uint64_t meet_block(uint64_t value, Place place);
+
+// A value of up to 8 bytes, as it was, from each lane.
+template <class T>
+struct WarpValues {
+  const uint64_t* all;
+  unsigned lane = threadIdx.x % 32;
+  WarpValues(T value, Place place) {
+    uint64_t bits = 0;
+    std::memcpy(&bits, &value, sizeof value);
+    all = meet_warp(bits, place);
+  }
+  T operator[](unsigned from) const {
+    T value;
+    std::memcpy(&value, all + from % 32, sizeof value);
+    return value;
+  }
+};
+
+}  // namespace gradwire::emulated
