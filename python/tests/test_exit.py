@@ -88,7 +88,7 @@ else:
     model = torch.distributed.fsdp.fully_shard(model)
 hook = gw.compress(model, "dqsgd:budget=3", min_elements=0)
 pool = Transport.pool_bytes
-Transport.pool_bytes = lambda self, mine: (time.sleep(0.5), pool(self, mine), print("learned", flush=True))[1]
+Transport.pool_bytes = lambda self, mine: (time.sleep(1.5), pool(self, mine), print("learned", flush=True))[1]
 model(torch.randn(4, 64)).sum().backward()
 hook.remove()  # the transport is closed, and its last thread is at work
 """

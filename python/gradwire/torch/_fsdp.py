@@ -33,6 +33,7 @@ from ._compress import refuse_foreign
 from ._hook import Hook
 from ._lessons import OwnLessons
 from ._rules import check_patterns, rules_of, written_out
+from ._state_checks import FORMAT, merged, refusing
 from ._units import Channel, CompressedAllGather, CompressedReduceScatter, UnitCoder, default_collective
 
 _LOG = logging.getLogger("gradwire")
@@ -399,7 +400,7 @@ class FsdpHook(Hook):
             learned |= also_learned
         ranks = {str(dist.get_rank(self._group)): {"up": residuals, "down": {}}}
         return {
-            "format": _state.FORMAT, "step": self.step, "world": dist.get_world_size(self._group), "codec": self.codec,
+            "format": FORMAT, "step": self.step, "world": dist.get_world_size(self._group), "codec": self.codec,
             "exempt": [], "learned": learned, "ranks": ranks,
         }  # fmt: skip
 
@@ -410,7 +411,7 @@ class FsdpHook(Hook):
 
         def prepare() -> tuple[tuple[dict[str, Any], Channel, list[Any]], Handshake]:
             self._synchronize()
-            whole = _state.merged(state)
+            whole = merged(state)
             rank, world = str(dist.get_rank(self._group)), dist.get_world_size(self._group)
             if whole["world"] != world:
                 raise UsageError(
@@ -426,7 +427,7 @@ class FsdpHook(Hook):
             if not isinstance(state, Mapping):
                 # On a mesh of two dimensions each row of it has learned for itself.
                 mine = next(one for one in state if rank in map(str, one["ranks"]))
-                whole["learned"] = _state.merged(mine)["learned"]
+                whole["learned"] = merged(mine)["learned"]
             unknown = [name for name in residuals if name.rpartition("/")[0] not in self._units]
             if unknown:
                 raise UsageError(
@@ -447,7 +448,7 @@ class FsdpHook(Hook):
                 terms.append(("learned", str({name: zlib.crc32(_state.bytes_of(values)) for name, values in tables})))
             return (whole, channel, reducers), terms
 
-        whole, channel, reducers = agreed(self._group, "load_state_dict", _state.refusing(prepare))
+        whole, channel, reducers = agreed(self._group, "load_state_dict", refusing(prepare))
         self._open = {}
         self._skipped_before = self._skipped()
         self._restored = (dict(whole["ranks"][str(dist.get_rank(self._group))]["up"]), dict(whole["learned"]))

@@ -72,7 +72,6 @@ class OwnLessons(Lessons):
 
 def _learn(models: "Sequence[_core.ModelCoder]", transport: Transport, is_over: threading.Event) -> None:
     try:
-        transport.check()  # after a lesson that has failed here, ranks would not be at the same one
         taught = [(model, stats) for model in models if (stats := model.stats()) is not None]
         if not taught:
             return

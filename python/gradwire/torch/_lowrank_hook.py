@@ -31,6 +31,7 @@ from ._lowrank import FactorGroup, Run
 from ._lowrank_spec import FACTOR_CODECS, NAME, LowRank, MatrixShape
 from ._lowrank_task import FirstExchange, SecondExchange
 from ._rules import chosen_by, has_lowrank, lowrank_rules_of, without_lowrank
+from ._state_checks import check_tensor
 from ._transport import Transport
 
 _REFUSED = ("down", "method", "owner_feedback", "guard", "nodes")
@@ -354,7 +355,7 @@ class LowRankHook(DdpHook):
             own["residual"][i] = values
             for kept in group.kept:
                 factor = factors.get(kept, {}).get(name)
-                _state.check_tensor(factor, f"{kept} of parameter '{name}'", name)
+                check_tensor(factor, f"{kept} of parameter '{name}'", name)
                 wanted = (group.rank, group.rows if kept == "p" else group.columns)
                 if tuple(factor.shape) != wanted or not bool(torch.isfinite(factor).all()):
                     raise UsageError(

@@ -26,6 +26,7 @@ from ._chunks import used_flags
 from ._ddp import DdpHook
 from ._exposed import with_exposed
 from ._register import PythonCodec
+from ._state_checks import merged, refusing
 
 _REFUSED = ("down", "method", "owner_feedback", "guard", "steps", "nodes")
 
@@ -224,7 +225,7 @@ class PythonHook(DdpHook):
         rank = str(dist.get_rank(self._group))
 
         def prepare() -> tuple[tuple[int, dict[int, torch.Tensor]], Handshake]:
-            whole = _state.merged(state)
+            whole = merged(state)
             if "adam" in whole:
                 raise UsageError(
                     "the state was saved by a hook that exchanges Adam's momentum, and its residuals are in units of "
@@ -247,7 +248,7 @@ class PythonHook(DdpHook):
                 ("parameters with a residual", ", ".join(sorted(names))),
             ]
 
-        self.step, self._residuals = agreed(self._group, "load_state_dict", _state.refusing(prepare), self._timeout)
+        self.step, self._residuals = agreed(self._group, "load_state_dict", refusing(prepare), self._timeout)
         self._meters.steps = self.step
 
     def _index_of(self, name: str) -> int:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from .. import _arrays, _core
 from .._errors import MismatchError, UnsupportedError, UsageError
-from . import _hook, _qadam_state, _state
+from . import _hook, _qadam_state
 from ._agree import Handshake, agreed
 from ._hook import DTYPES
 from ._mean import MeanExchange
@@ -31,6 +31,7 @@ from ._meters import Meters
 from ._parameters import one_device
 from ._qadam_state import check_sum
 from ._rules import check_patterns, rules_of
+from ._state_checks import refusing
 
 WEIGHTS_CODEC = "unigrid:bits=8"
 _LARGEST_RATE = 1e6
@@ -435,7 +436,7 @@ class QAdam(torch.optim.Optimizer):
         redistributed, so that their mean stays the same, and every rank begins with the mean of all moments.
         Collective. A state that is refused changes nothing."""
         states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
-        prepare = _state.refusing(lambda: _qadam_state.prepare(self, states))
+        prepare = refusing(lambda: _qadam_state.prepare(self, states))
         step, loaded, model = agreed(self._group, "load_state_dict", prepare, self._timeout)
         super().load_state_dict(loaded)
         # torch gives moments the type of their parameter.

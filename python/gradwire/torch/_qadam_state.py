@@ -13,6 +13,7 @@ from .. import _core
 from .._errors import UsageError
 from . import _state
 from ._agree import Handshake
+from ._state_checks import FORMAT, check_part, merged
 
 if TYPE_CHECKING:
     from ._qadam import QAdam
@@ -23,7 +24,7 @@ def save(optimizer: "QAdam") -> dict[str, Any]:
     feedback = exchange.model.state()
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[optimizer._options["residual"]]
     return {
-        "format": _state.FORMAT, "step": optimizer._taken, "world": exchange.world, "codec": optimizer.codec,
+        "format": FORMAT, "step": optimizer._taken, "world": exchange.world, "codec": optimizer.codec,
         "exempt": [], "learned": _state.byte_tensors(feedback.extra()),
         "ranks": {str(exchange.rank): _state.ranks_part(feedback, dtype)},
     }  # fmt: skip
@@ -36,7 +37,7 @@ def prepare(
     what must be the same on all ranks."""
     if not states or not all(isinstance(one, Mapping) and "gradwire" in one for one in states):
         raise UsageError("the state is not one of a QAdam: it has no 'gradwire'", field="state")
-    whole = _state.merged([one["gradwire"] for one in states])
+    whole = merged([one["gradwire"] for one in states])
     rank, world, dtype = optimizer._exchange.rank, optimizer._exchange.world, optimizer._options["residual"]
     if whole["world"] == world:
         if str(rank) not in whole["ranks"]:
@@ -54,7 +55,7 @@ def prepare(
     _check(optimizer, loaded)
     model = optimizer._exchange.fresh_model()
     current = model.state()
-    _state.check_part(part, current)
+    check_part(part, current)
     feedback = _state.feedback_of(part, dtype)
     for name, values in whole["learned"].items():
         if name in current.extra():

@@ -24,7 +24,7 @@ import torch
 from .._errors import UsageError
 from . import _relayout, _state
 from ._replica_group import Parameter
-from ._state import State
+from ._state_checks import FORMAT, State, check_part, merged, refusing
 
 if TYPE_CHECKING:
     from .. import _core
@@ -37,7 +37,7 @@ def save(hook: "ReplicaHook") -> State:
     feedback = hook._model.state()
     learned = {f"{mesh.shard}/{name}": extra for name, extra in feedback.extra().items()}
     state: State = {
-        "format": _state.FORMAT,
+        "format": FORMAT,
         "step": hook.step,
         "world": mesh.replicas * mesh.shards,
         "mesh": f"{mesh.replicas} x {mesh.shards}",
@@ -65,7 +65,7 @@ def load(hook: "ReplicaHook", state: Mapping[str, Any] | Sequence[Mapping[str, A
         current = model.state()
         part = _part_for(hook, whole, replicas, shards, current)
         adam = _state.adam_for(hook._momentum, whole, part)
-        _state.check_part(part, current)
+        check_part(part, current)
         feedback = _state.feedback_of(part, _state.dtype_name(hook._residual))
         for name in current.extra():
             # Every shard of the old mesh has learned for itself. On another mesh any of them is a good beginning.
@@ -77,7 +77,7 @@ def load(hook: "ReplicaHook", state: Mapping[str, Any] | Sequence[Mapping[str, A
         terms += [(field, str(value)) for field, value in _state.adam_terms(adam).items()]
         return (whole, adam, model), terms
 
-    whole, adam, model = hook._agreed("load_state_dict", _state.refusing(prepare))
+    whole, adam, model = hook._agreed("load_state_dict", refusing(prepare))
     if hook._shards is not None and "shards" in whole:
         hook._shards.load_state_dict(whole["shards"])
     hook.step = hook._meters.steps = whole["step"]
@@ -89,7 +89,7 @@ def load(hook: "ReplicaHook", state: Mapping[str, Any] | Sequence[Mapping[str, A
 
 def _merged(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> tuple[State, int, int]:
     """One state, and its mesh: (replicas, shards)."""
-    whole = _state.merged(state)
+    whole = merged(state)
     states: Sequence[Mapping[str, Any]] = [state] if isinstance(state, Mapping) else state
     for one in states:
         if one.get("mesh") != whole.get("mesh"):

@@ -119,6 +119,8 @@ class Transport:
         self._due: list[Callable[[], None]] = []  # by the thread "end", when the task that it is at has ended
         self._after: _Queue | None = None  # of the thread that learns, on streams
         self._pool: Any = None  # the group of that thread
+        self._lessons = 0  # given to `later` or `in_turn`, and not over
+        self._missed: BaseException | None = None  # what has ended one of them early
         # What was begun on a group, and perhaps never waited for. Each list is changed by one thread only.
         self._begun: dict[str, list["dist.Work"]] = {"up": [], "down": [], "in": [], "out": []}
         timeout = timeout or timeout_of_group(group, self.device) or default_pg_timeout
@@ -223,6 +225,10 @@ class Transport:
             for task in transport._pending[:]:
                 task.fail(transport.failure)
         left = not every or _leave_backward()
+        # What is being learned waits for other ranks, which may be late.
+        deadline = time.monotonic() + 10
+        while any(transport._lessons for transport in list(cls._every)) and time.monotonic() < deadline:
+            time.sleep(0.01)
         # Also those of transports that are gone: a thread that is ended inside torch, because the interpreter is gone,
         # ends the process with it.
         for thread in list(cls._running):
@@ -347,6 +353,8 @@ class Transport:
     def later(self, work: Callable[[], None]) -> None:
         """Does something when the last bucket of a step is complete, while the training goes on. Only `finish` may call
         this."""
+        with self._lock:
+            self._lessons += 1
         if self.on_streams:
             self._do_after(work)
         else:
@@ -357,6 +365,7 @@ class Transport:
         """The same for the thread that submits: behind everything that it has submitted."""
         with self._lock:
             self._refuse_closed()
+            self._lessons += 1
             if self.on_streams:
                 self._do_after(work)
             else:
@@ -380,10 +389,15 @@ class Transport:
         try:
             work()
         except BaseException as error:
-            self.failure = self.failure or error
+            self.failure = self._missed = self.failure or error
+        finally:
+            with self._lock:
+                self._lessons -= 1
 
     def pool_bytes(self, mine: bytes) -> bytes:
         """As gather_bytes, for what was given to `later` or `in_turn`."""
+        if self._missed is not None:  # other ranks may be waiting in what this one has not done
+            raise EngineError(f"learning has failed on this rank before: {self._missed}", field="transport")
         if not self.on_streams:
             return self.gather_bytes(mine)
         if self._pool is None:
