@@ -52,8 +52,7 @@ void bind_lowrank(py::module_& module) {
                                        .residual = nullptr,
                                        .factor = factor,
                                        .decay = decay};
-             return std::unique_ptr<BoundLowRank>(
-                 new BoundLowRank{shape, std::move(gradients), residuals, pool.pool});
+             return std::unique_ptr<BoundLowRank>(new BoundLowRank{shape, std::move(gradients), residuals, pool.pool});
            }),
            py::arg("pool"), py::arg("rows"), py::arg("columns"), py::arg("rank"), py::arg("gradients"),
            py::arg("dtype"), py::arg("residuals"), py::arg("factor"), py::arg("decay"), py::keep_alive<1, 2>())

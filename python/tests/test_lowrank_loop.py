@@ -232,9 +232,9 @@ def profiles(request: Any, ranks: Ranks) -> Iterator[tuple[dict[str, torch.Tenso
 
 
 # Each power iteration sends the two strongest of 24 directions, so a direction waits for about twelve steps. That is a
-# quarter of the fifty steps that the weights take to follow, and costs little loss: at most 1.26 of the exact mean's was
-# measured. Without a residual a direction that is not among the strongest is learned at a twelfth of the rate and is
-# not there after 1000 steps: at least 5.5 was measured.
+# quarter of the fifty steps that the weights take to follow, and costs little loss: at most 1.26 of the exact mean's
+# was measured. Without a residual a direction that is not among the strongest is learned at a twelfth of the rate and
+# is not there after 1000 steps: at least 5.5 was measured.
 def test_every_profile_trains_nearly_like_the_exact_mean_which_needs_the_residual(profiles: Any) -> None:
     excess, _ = profiles
     for name in ("ours4", "ours8"):

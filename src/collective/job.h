@@ -23,7 +23,7 @@ struct JobPlace {
 struct Job {
   // `collective` is its name, for messages and for the handshake. Throws Error{usage}. With several places the tensors
   // of the job are pieces of the given ones, as f32. Codecs and indices of elements are those of the whole tensors. The
-  // last `bare` tensors have no residuals, whatever the options say: what is left out of them is looked after elsewhere.
+  // last `bare` tensors have no residuals, whatever the options say: what is left out of them is kept elsewhere.
   Job(std::string collective, std::span<const NamedTensor> tensors, const ReduceOptions& options, JobPlace place = {},
       size_t bare = 0);
 

@@ -2,8 +2,8 @@
 // The all-reduce over an engine: the coding core (ModelCore, and one bucket of all tensors), an engine that moves the
 // messages, and a CommandQueue that runs the steps in order. A step that fails is rolled back here, so that it changes
 // no residual. On two levels the core sees nodes in place of ranks, and this rank's pieces in place of the tensors;
-// what the ranks of a node do with each other comes before and after it. Where matrices travel as factors, the core sees
-// factors in their place, and a FactorExchange turns the one into the other.
+// what the ranks of a node do with each other comes before and after it. Where matrices travel as factors, the core
+// sees factors in their place, and a FactorExchange turns the one into the other.
 #include <fmt/format.h>
 
 #include <algorithm>

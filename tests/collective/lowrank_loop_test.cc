@@ -17,7 +17,7 @@ using namespace test;
 constexpr uint64_t kRows = 24, kColumns = 40, kCount = kRows * kColumns, kSteps = 1200, kLast = 200;
 
 // What gradients look like. The weights w shall reach a target; a gradient is curvature * (w - target) + noise.
-struct Profile {
+struct NoiseProfile {
   const char* name;
   double rate;
   // Noise of a rank at a step.
@@ -43,7 +43,7 @@ void tails_that_fall(std::mt19937_64& random, uint64_t step, std::vector<double>
   for (double& x : out) x = size * std::student_t_distribution<double>(3)(random);
 }
 
-const Profile kProfiles[] = {
+const NoiseProfile kProfiles[] = {
     {"even", 0.05, even, false}, {"rare rows", 0.05, rare_rows, true}, {"tails", 0.05, tails_that_fall, false}};
 
 struct End {
@@ -51,7 +51,7 @@ struct End {
   double owed = 0;  // the largest residual over the mean gradient, in that time
 };
 
-End train(const Profile& profile, const std::string& codec, uint64_t seed, bool feedback) {
+End train(const NoiseProfile& profile, const std::string& codec, uint64_t seed, bool feedback) {
   End end;
   const std::vector<NamedTensor> tensors{{"w", kCount, DType::f32, 2, kRows}};
   run_loopback(2, [&](Engine& engine) {
@@ -88,7 +88,7 @@ End train(const Profile& profile, const std::string& codec, uint64_t seed, bool 
 // Measured on these profiles and seeds: losses up to 1.09 of that of exact means with feedback and 3.4 to 180 times it
 // without, residuals of up to 2.9 gradients.
 TEST(LowRankLoop, FollowsExactMeansOnlyWithFeedback) {
-  for (const Profile& profile : kProfiles)
+  for (const NoiseProfile& profile : kProfiles)
     for (const uint64_t seed : {1, 2, 3}) {
       if (kThreadSanitizer && (seed > 1 || &profile != kProfiles)) continue;  // the threads do the same in all of them
       const End exact = train(profile, "fp32", seed, true);
