@@ -137,7 +137,7 @@ void FactorExchange::begin(std::span<const void* const> in, std::span<void* cons
     in_[one.of.p] = out_[one.of.p] = one.x_p.data();
     in_[one.of.q] = out_[one.of.q] = one.x_q.data();
     if (one.of.codec.sends_p(step_))
-      project_rows(pool_, matrix(one), one.q.data(), one.x_p.data());
+      project_rows(pool_, matrix(one), one.q.data(), one.x_p.data(), one.of.codec.alternate ? nullptr : one.left);
     else
       project_columns(pool_, matrix(one), one.p.data(), one.x_q.data());
   }
@@ -209,7 +209,7 @@ void FactorExchange::make_base(Matrix& one) {
     make_orthonormal(one.p, one.of.codec.rank, one.p_start);
   else
     one.p = one.p_start;  // what follows is in vain, and must not trap
-  project_columns(pool_, matrix(one), one.p.data(), one.x_q.data());
+  project_columns(pool_, stored_matrix(matrix(one), one.left), one.p.data(), one.x_q.data());
 }
 
 // From the mean that makes the result: the result, the residual and the next base.
@@ -224,7 +224,8 @@ void FactorExchange::conclude(Matrix& one) {
   const LowRankProduct own =
       is_p ? LowRankProduct{one.own.data(), one.q.data()} : LowRankProduct{one.p.data(), one.own.data()};
   const LowRankProduct result = is_p ? LowRankProduct{x.data(), one.q.data()} : LowRankProduct{one.p.data(), x.data()};
-  if (!one.finite || split_product(pool_, matrix(one), own, result, scale, one.left, one.out)) return give_up(one);
+  const LowRankMatrix m = one.of.codec.alternate ? matrix(one) : stored_matrix(matrix(one), one.left);
+  if (!one.finite || split_product(pool_, m, own, result, scale, one.left, one.out, one.of.dtype)) return give_up(one);
   std::vector<float>& base = is_p ? one.p : one.q;
   base = x;
   make_orthonormal(base, rank, is_p ? one.p_start : one.q_start);

@@ -36,6 +36,15 @@ struct Products {
   std::vector<float> loaded, x_p, x_q, residual, result;
 };
 
+void add_all_rows(const LowRankKernels& k, const std::vector<float>& m, const std::vector<float>& p, size_t rows,
+                  size_t columns, uint32_t rank, std::vector<float>& x) {
+  for (size_t i = 0; i < rows; i += 4) {
+    const float* some[4] = {};
+    for (size_t at = 0; at < 4 && i + at < rows; ++at) some[at] = &m[(i + at) * columns];
+    k.add_rows(some, std::min<size_t>(4, rows - i), &p[i], rows, rank, columns, x.data(), columns);
+  }
+}
+
 // All products of a matrix and its factors, with one table of loops.
 Products products_of(const LowRankKernels& k, size_t rows, size_t columns, uint32_t rank) {
   const std::vector<float> gradient = normals(rows * columns, 1), before = normals(rows * columns, 2);
@@ -47,13 +56,11 @@ Products products_of(const LowRankKernels& k, size_t rows, size_t columns, uint3
                std::vector<float>(rows * columns)};
   k.combine(gradient.data(), 0.25f, before.data(), 0.9f, gradient.size(), all.loaded.data());
   for (size_t i = 0; i < rows; ++i) k.dots(&all.loaded[i * columns], q.data(), rank, columns, &all.x_p[i], rows);
-  for (size_t i = 0; i < rows; i += 4)
-    k.add_rows(&all.loaded[i * columns], std::min<size_t>(4, rows - i), &p[i], rows, rank, columns, all.x_q.data(),
-               columns);
+  add_all_rows(k, all.loaded, p, rows, columns, rank, all.x_q);
   all.residual.resize(rows * columns);
   for (size_t i = 0; i < rows; ++i) {
     k.subtract(&all.loaded[i * columns], &p[i], rows, q.data(), rank, columns, &all.residual[i * columns], false);
-    k.expand(&all.result[i * columns], 3.0f, &p[i], rows, q.data(), rank, columns);
+    k.expand(&all.result[i * columns], 3.0f, &p[i], rows, q.data(), rank, columns, false);
   }
   return all;
 }
@@ -120,10 +127,9 @@ TEST(LowRankMatrix, HasTheBitsOfItsRowsForAnyNumberOfThreads) {
     for (size_t i = 0; i < rows; ++i) {
       k.dots(&m[i * columns], q.data(), rank, columns, &x_p[i], rows);
       k.subtract(&m[i * columns], &p[i], rows, own.data(), rank, columns, &left[i * columns], false);
-      k.expand(&result[i * columns], 4.0f, &p[i], rows, q.data(), rank, columns);
+      k.expand(&result[i * columns], 4.0f, &p[i], rows, q.data(), rank, columns, false);
     }
-    for (size_t i = 0; i < rows; i += 4)
-      k.add_rows(&m[i * columns], std::min<size_t>(4, rows - i), &p[i], rows, rank, columns, x_q.data(), columns);
+    add_all_rows(k, m, p, rows, columns, rank, x_q);
     for (const int threads : {1, 3}) {
       Pool pool(threads);
       std::vector<float> in = gradient, found_p(x_p.size()), found_q(x_q.size());
@@ -137,14 +143,18 @@ TEST(LowRankMatrix, HasTheBitsOfItsRowsForAnyNumberOfThreads) {
                            .residual = residual.data(),
                            .factor = 2,
                            .decay = 0.5f};
-      project_rows(pool, matrix, q.data(), found_p.data());
-      project_columns(pool, matrix, p.data(), found_q.data());
-      EXPECT_FALSE(
-          split_product(pool, matrix, {p.data(), own.data()}, {p.data(), q.data()}, 4, found.get(), in.data()));
-      EXPECT_TRUE(same_bits(found_p, x_p));
-      EXPECT_TRUE(same_bits(found_q, x_q));
-      EXPECT_TRUE(same_bits(in, result));
-      EXPECT_TRUE(same_bits(std::vector<float>(found.get(), found.get() + count), left));
+      for (const bool stored : {false, true}) {
+        in = gradient;
+        project_rows(pool, matrix, q.data(), found_p.data(), stored ? found.get() : nullptr);
+        const LowRankMatrix later = stored ? stored_matrix(matrix, found.get()) : matrix;
+        project_columns(pool, later, p.data(), found_q.data());
+        EXPECT_FALSE(split_product(pool, later, {p.data(), own.data()}, {p.data(), q.data()}, 4, found.get(), in.data(),
+                                   DType::f32));
+        EXPECT_TRUE(same_bits(found_p, x_p));
+        EXPECT_TRUE(same_bits(found_q, x_q));
+        EXPECT_TRUE(same_bits(in, result));
+        EXPECT_TRUE(same_bits(std::vector<float>(found.get(), found.get() + count), left));
+      }
     }
   }
 }

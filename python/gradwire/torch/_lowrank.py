@@ -21,7 +21,7 @@ the owner, W times, so that the mean of the residuals is exactly what the result
 
 Matrices of one shape are stacked, so that one call serves all that stand next to each other in a bucket. On a GPU the
 products are torch's, and nothing here waits for it. On the CPU they are the core's, which give the same bits on every
-processor, and read each gradient as few times as they can: M is not stored there.
+processor, and store M only where it is read more than twice.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ class FactorGroup:
         self.own_p, self.own_q = torch.zeros_like(self.p), torch.zeros_like(self.q)
         size = (len(self.parameters), self.rows, self.columns)
         self.residual = torch.zeros(size, device=device)
-        self.work = torch.zeros(size, device=device)  # the residual that the open step will leave. On a GPU first M
+        # M, where it is stored, and then the residual that the open step will leave.
+        self.work = torch.zeros(size, device=device)
+        self.stores = not codec.alternate  # on the CPU: it is read three times then
         self.pool = _core.Pool(threads) if on_core(device) else None
         self.gradients = [torch.empty(0)] * len(self.parameters)  # of the open step, on the CPU
         self.mix = 1.0, 1.0  # of the gradient and of the residual in M
@@ -196,9 +198,8 @@ class Run:
             else:
                 out.copy_(gradient).mul_(factor).add_(residual, alpha=decay)
 
-    @property
-    def matrices(self) -> _core.LowRankMatrices:
-        """What load() was given, on the CPU."""
+    def matrices(self, projected: bool = True) -> _core.LowRankMatrices:
+        """What load() was given, on the CPU. projected: after project_p()."""
         group = self.group
         assert group.pool is not None
         gradients = group.gradients[self.first : self.end]
@@ -211,11 +212,12 @@ class Run:
             DTYPES[gradients[0].dtype],
             self.cut(group.residual).data_ptr(),
             *group.mix,
+            self.work.data_ptr() if group.stores and projected else 0,
         )
 
     def whole(self) -> torch.Tensor:
         """M, for measurements."""
-        if self.group.pool is None:
+        if self.group.pool is None or self.group.stores:
             return self.work
         factor, decay = self.group.mix
         gradients = self.group.gradients[self.first : self.end]
@@ -234,7 +236,8 @@ class Run:
         """x_p = q M^T."""
         q, x = self.cut(self.group.q), self.cut(self.group.x_p)
         if self.group.pool is not None:
-            self.matrices.project_rows(q.data_ptr(), x.data_ptr())
+            stored = self.work.data_ptr() if self.group.stores else 0
+            self.matrices(projected=False).project_rows(q.data_ptr(), x.data_ptr(), stored)
         else:
             torch.bmm(q, self.work.mT, out=x)
 
@@ -242,7 +245,7 @@ class Run:
         """x_q = p M."""
         p, x = self.cut(self.group.p), self.cut(self.group.x_q)
         if self.group.pool is not None:
-            self.matrices.project_columns(p.data_ptr(), x.data_ptr())
+            self.matrices().project_columns(p.data_ptr(), x.data_ptr())
         else:
             torch.bmm(p, self.work, out=x)
 
@@ -257,7 +260,7 @@ class Run:
         products left^T right."""
         own, result = (self.cut(own[0]), self.cut(own[1])), (self.cut(result[0]), self.cut(result[1]))
         if self.group.pool is not None:
-            self.matrices.split(
+            self.matrices().split(
                 (own[0].data_ptr(), own[1].data_ptr()),
                 (result[0].data_ptr(), result[1].data_ptr()),
                 scale,

@@ -25,10 +25,10 @@ struct LowRankProducts {
   }
 
   // Four rows at once read and write x once.
-  static void add_rows(const float* matrix, size_t rows, const float* p, size_t stride, uint32_t rank, size_t columns,
-                       float* x, size_t x_stride) {
-    if (rows == 4) return add_rows_of<4>(matrix, p, stride, rank, columns, x, x_stride);
-    for (size_t i = 0; i < rows; ++i) add_rows_of<1>(matrix + i * columns, p + i, stride, rank, columns, x, x_stride);
+  static void add_rows(const float* const* rows, size_t count, const float* p, size_t stride, uint32_t rank,
+                       size_t columns, float* x, size_t x_stride) {
+    if (count == 4) return add_rows_of<4>(rows, p, stride, rank, columns, x, x_stride);
+    for (size_t i = 0; i < count; ++i) add_rows_of<1>(rows + i, p + i, stride, rank, columns, x, x_stride);
   }
 
   static void subtract(const float* row, const float* p, size_t stride, const float* q, uint32_t rank, size_t columns,
@@ -42,14 +42,23 @@ struct LowRankProducts {
   }
 
   static void expand(float* out, float scale, const float* p, size_t stride, const float* q, uint32_t rank,
-                     size_t columns) {
+                     size_t columns, bool stream) {
     const F by = L::set(scale);
-    const auto put = [&](F sum, size_t j) GW_LAMBDA { L::store(L::mul(sum, by), out + j); };
+    const auto put = [&](F sum, size_t j) GW_LAMBDA {
+      const F value = L::mul(sum, by);
+      stream ? L::stream(value, out + j) : L::store(value, out + j);
+    };
     const auto put_one = [&](float sum, size_t j) GW_LAMBDA { out[j] = sum * scale; };
     for_products(p, stride, q, rank, columns, put, put_one);
   }
 
-  static LowRankKernels kernels(const char* name) { return {name, combine, dots, add_rows, subtract, expand}; }
+  static void copy(const float* row, size_t columns, float* out, bool stream) {
+    const size_t whole = stream ? columns / kWidth * kWidth : 0;
+    for (size_t j = 0; j < whole; j += kWidth) L::stream(L::load(row + j), out + j);
+    for (size_t j = whole; j < columns; ++j) out[j] = row[j];
+  }
+
+  static LowRankKernels kernels(const char* name) { return {name, combine, dots, add_rows, subtract, expand, copy}; }
 
  private:
   template <int R>
@@ -87,8 +96,8 @@ struct LowRankProducts {
   }
 
   template <size_t kRows>
-  static GW_BODY void add_rows_of(const float* matrix, const float* p, size_t stride, uint32_t rank, size_t columns,
-                                  float* x, size_t x_stride) {
+  static GW_BODY void add_rows_of(const float* const* rows, const float* p, size_t stride, uint32_t rank,
+                                  size_t columns, float* x, size_t x_stride) {
     const size_t whole = columns / kWidth * kWidth;
     for (uint32_t r = 0; r < rank; ++r) {
       F by[kRows];
@@ -96,11 +105,11 @@ struct LowRankProducts {
       float* const to = x + r * x_stride;
       for (size_t j = 0; j < whole; j += kWidth) {
         F sum = L::load(to + j);
-        for (size_t i = 0; i < kRows; ++i) sum = L::add(sum, L::mul(by[i], L::load(matrix + i * columns + j)));
+        for (size_t i = 0; i < kRows; ++i) sum = L::add(sum, L::mul(by[i], L::load(rows[i] + j)));
         L::store(sum, to + j);
       }
       for (size_t j = whole; j < columns; ++j)
-        for (size_t i = 0; i < kRows; ++i) to[j] += p[r * stride + i] * matrix[i * columns + j];
+        for (size_t i = 0; i < kRows; ++i) to[j] += p[r * stride + i] * rows[i][j];
     }
   }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The products of lowrank over whole matrices on the CPU, for a Reducer and for PyTorch's hook.
 //
-// M = factor * gradient + decay * residual is never stored. Memory is what limits these loops: reading the gradient and
-// the residual once more costs less than writing M and reading it again.
+// Memory is what limits these loops. With one exchange in a step M = factor * gradient + decay * residual is read twice,
+// and making it again costs less than writing it and reading it back. With two exchanges it is read three times, and is
+// stored, in the place of the residual that the step will leave.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@
 
 namespace gradwire {
 
-// The matrix M of a step. Rows stand one after the other.
+// The matrix M of a step. Rows stand one after the other. Without a residual M is the gradient itself, which is f32.
 struct LowRankMatrix {
   uint64_t rows = 0, columns = 0;
   uint32_t rank = 0;
@@ -28,12 +29,16 @@ struct LowRankProduct {
   const float* right;
 };
 
-void project_rows(Pool& pool, const LowRankMatrix& m, const float* q, float* x);     // x = q M^T: rank x rows
+// M itself, after it was stored there.
+LowRankMatrix stored_matrix(const LowRankMatrix& m, const float* stored);
+
+// x = q M^T: rank x rows. Unless it is null, M is written to `stored`.
+void project_rows(Pool& pool, const LowRankMatrix& m, const float* q, float* x, float* stored = nullptr);
 void project_columns(Pool& pool, const LowRankMatrix& m, const float* p, float* x);  // x = p M: rank x columns
 
-// left = M - own, and out = scale * result. `out` is of the matrix's type and may be the memory of the gradient.
-// Returns whether a value did not fit into that type.
+// left = M - own, and out = scale * result, of the type `dtype`. `left` may be where M is stored, and `out` where the
+// gradient is. Returns whether a value did not fit into that type.
 bool split_product(Pool& pool, const LowRankMatrix& m, const LowRankProduct& own, const LowRankProduct& result,
-                   float scale, float* left, void* out);
+                   float scale, float* left, void* out, DType dtype);
 
 }  // namespace gradwire
