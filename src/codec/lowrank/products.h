@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The products of lowrank over whole matrices on the CPU, for a Reducer and for PyTorch's hook.
 //
-// Memory is what limits these loops. With one exchange in a step M = factor * gradient + decay * residual is read twice,
-// and making it again costs less than writing it and reading it back. With two exchanges it is read three times, and is
-// stored, in the place of the residual that the step will leave.
+// Memory is what limits these loops. With one exchange in a step M = factor * gradient + decay * residual is read
+// twice, and making it again costs less than writing it and reading it back. With two exchanges it is read three times,
+// and is stored, in the place of the residual that the step will leave.
 #pragma once
 
 #include <cstdint>
