@@ -157,6 +157,7 @@ class FactorGroup:
 
     def commit(self, finite: torch.Tensor, step: int) -> None:
         """Ends a step: it changes what is kept if it is finite."""
+        self.gradients = [torch.empty(0)] * len(self.parameters)  # DDP's buckets may be freed
         if self.codec.alternate and self.sends_p(step):
             torch.where(finite, self.new_p, self.p, out=self.p)
         else:
