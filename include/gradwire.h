@@ -62,7 +62,7 @@ int gw_plan_open(const char* codec, gw_plan** plan);
 void gw_plan_close(gw_plan* plan); /* null: nothing happens */
 
 /* Adds a tensor. Names must differ, because the random bits of codecs and the residuals follow from them; the tensor of
- * a file that `gradwire encode` has made is named "". `dimensions` matters for the rule `1d` only. */
+ * a file that `gradwire encode` has made is named "". `dimensions` is for the rules `1d` and `2d`. */
 int gw_plan_add(gw_plan* plan, const char* name, int dtype, uint64_t count, int dimensions);
 
 /* The same for a matrix whose elements stand row after row; a tensor of more dimensions has its first one as rows and

@@ -31,8 +31,8 @@ float largest(std::span<const float> values) {
   return top;
 }
 
-// Whether the mean of an exchange makes the result: else it is the base of the second exchange.
-bool makes_result(const LowRank& codec, bool second) { return second || codec.alternate; }
+// Whether the mean of an exchange makes the result. With alternate=off the first one makes the base of the second.
+bool makes_result(const LowRank& codec, bool second) { return codec.alternate != second; }
 
 }  // namespace
 
@@ -158,14 +158,14 @@ LowRankMatrix FactorExchange::matrix(const Matrix& one) const {
 void FactorExchange::run(const Move& move) {
   exchange(first(), move, false);
   for (Matrix& one : matrices_)
-    if (one.of.codec.alternate)
+    if (makes_result(one.of.codec, false))
       conclude(one);
     else
       make_base(one);
   if (!second_) return;
   exchange(*second_, move, true);
   for (Matrix& one : matrices_)
-    if (!one.of.codec.alternate) conclude(one);
+    if (makes_result(one.of.codec, true)) conclude(one);
 }
 
 void FactorExchange::exchange(BucketTransfer& bucket, const Move& move, bool second) {
@@ -190,7 +190,7 @@ void FactorExchange::add_lost(BucketTransfer& bucket, bool second) {
   for (size_t k = 0; k < matrices_.size(); ++k) {
     const Matrix& one = matrices_[k];
     const LowRank& codec = one.of.codec;
-    if (codec.lossless_factors() || !makes_result(codec, second) || (second && codec.alternate)) continue;
+    if (codec.lossless_factors() || !makes_result(codec, second)) continue;
     exact[k] = one.mean();
     places[one.result_by_p ? one.of.p : one.of.q] = exact[k].data();
   }
@@ -262,7 +262,7 @@ uint64_t FactorExchange::sum_memory() const {
 
 uint64_t FactorExchange::encoded_bytes(size_t matrix) const {
   const FactoredMatrix& one = plan_.matrices[matrix];
-  const Codec codec = Codec::parse(one.codec.factor_codec());
+  const Codec& codec = model_.job.up[one.p];
   const uint64_t both = codec.bytes(one.codec.rank * one.rows) + codec.bytes(one.codec.rank * one.columns);
   return one.codec.alternate ? both / 2 : both;
 }

@@ -49,7 +49,7 @@ class FactorExchange {
   uint64_t bytes_sent() const;  // to other ranks in the last step, or the first
   uint64_t message_memory() const;
   uint64_t sum_memory() const;
-  uint64_t encoded_bytes(size_t matrix) const;  // what the codes of a matrix take in a step, of two on average
+  uint64_t encoded_bytes(size_t matrix) const;  // see Reducer::encoded_bytes
 
  private:
   struct Matrix {

@@ -3,15 +3,12 @@
 
 #include <fmt/format.h>
 
+#include "core/refuse.h"
 #include "gradwire/error.h"
 #include "message/rule_text.h"
 
 namespace gradwire {
 namespace {
-
-[[noreturn]] void refuse(ErrorKind kind, const std::string& why, const std::string& field) {
-  throw Error(kind, why, field);
-}
 
 // The rules, each with its lowrank where it has one.
 struct LowRankRules {
@@ -47,41 +44,40 @@ LowRankRules parse(const std::string& text) {
 // What would have no effect, or another one than the caller expects.
 void check_options(const ReduceOptions& options) {
   if (options.nodes != 0)
-    refuse(ErrorKind::unsupported, fmt::format("nodes is {}; lowrank works on one level", options.nodes), "nodes");
+    throw Error(ErrorKind::unsupported, fmt::format("nodes is {}; lowrank works on one level", options.nodes), "nodes");
   if (options.device.kind == Device::Kind::cuda)
-    refuse(ErrorKind::unsupported,
-           "lowrank of a Reducer computes on the CPU; on a GPU it works in the hook of PyTorch's "
-           "DistributedDataParallel",
-           "device");
+    throw Error(ErrorKind::unsupported,
+                "lowrank of a Reducer computes on the CPU; on a GPU it works in the hook of PyTorch's "
+                "DistributedDataParallel",
+                "device");
   if (!options.down.empty())
-    refuse(ErrorKind::usage,
-           fmt::format("down is '{}'; with lowrank the means of factors go back as the factors came", options.down),
-           "down");
+    refuse_usage(
+        fmt::format("down is '{}'; with lowrank the means of factors go back as the factors came", options.down),
+        "down");
   if (options.feedback == ReduceOptions::Feedback::off)
-    refuse(ErrorKind::usage, "feedback is off; without it, what lowrank leaves out would be lost for ever", "feedback");
+    refuse_usage("feedback is off; without it, what lowrank leaves out would be lost for ever", "feedback");
   if (options.residual != DType::f32)
-    refuse(ErrorKind::unsupported,
-           fmt::format("residual is {}; lowrank computes with its residuals, and keeps them in f32",
-                       name_of(options.residual)),
-           "residual");
+    throw Error(ErrorKind::unsupported,
+                fmt::format("residual is {}; lowrank computes with its residuals, and keeps them in f32",
+                            name_of(options.residual)),
+                "residual");
 }
 
 // Whether a tensor for which lowrank was chosen is a matrix whose factors are worth sending.
 bool factored(const NamedTensor& tensor, const LowRank& codec) {
   if (tensor.dimensions < 2 || tensor.count == 0) return false;
   if (tensor.rows == 0)
-    refuse(ErrorKind::usage,
-           fmt::format("tensor '{}' has lowrank, and its number of rows is not known: set NamedTensor::rows (in C, "
-                       "gw_plan_add_matrix) to its first extent",
-                       tensor.name),
-           "rows");
+    refuse_usage(
+        fmt::format("tensor '{}' has lowrank, and its number of rows is not known: set NamedTensor::rows (in C, "
+                    "gw_plan_add_matrix) to its first extent",
+                    tensor.name),
+        "rows");
   if (tensor.count % tensor.rows != 0)
-    refuse(ErrorKind::usage,
-           fmt::format("tensor '{}' has {} elements in {} rows", tensor.name, tensor.count, tensor.rows), "rows");
+    refuse_usage(fmt::format("tensor '{}' has {} elements in {} rows", tensor.name, tensor.count, tensor.rows), "rows");
   if (!codec.fits(tensor.rows, tensor.count / tensor.rows)) return false;
   if (tensor.name.find_first_of("*?;=") != std::string::npos)
-    refuse(ErrorKind::usage,
-           fmt::format("tensor '{}' has lowrank; its name must not contain '*', '?', ';' or '='", tensor.name), "name");
+    refuse_usage(fmt::format("tensor '{}' has lowrank; its name must not contain '*', '?', ';' or '='", tensor.name),
+                 "name");
   return true;
 }
 

@@ -25,7 +25,6 @@ struct LowRank {
   bool fits(uint64_t rows, uint64_t columns) const;
   // Whether a step sends the factor of the rows first. Without `alternate` it does, and the other one follows.
   bool sends_p(uint64_t step) const { return !alternate || step % 2 == 0; }
-  friend bool operator==(const LowRank&, const LowRank&) = default;
 };
 
 bool is_lowrank(std::string_view spec);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <functional>
 #include <vector>
 
 #include "codec/lowrank/kernels.h"
@@ -12,9 +11,9 @@
 namespace gradwire {
 namespace {
 
-constexpr uint64_t kRows = 32;  // that a thread takes at a time
-constexpr uint64_t kStreamBytes = 1 << 20;
+constexpr uint64_t kRows = 32;          // that a thread takes at a time
 constexpr uint64_t kColumns = 16 * 64;  // the same of columns: their sums stay in the first cache
+constexpr uint64_t kStreamBytes = 1 << 20;
 
 const LowRankKernels& best() {
   static const LowRankKernels& kernels = lowrank_kernels()[lowrank_kernels().size() > 1 ? 1 : 0];
