@@ -92,9 +92,8 @@ void print_table() {
       "elements.\n"
       "Error feedback: momentum means off, and on for few bits where Adam's momentum is exchanged.\n"
       "gradwire codecs NAME shows the parameters of one codec.\n"
-      "lowrank:rank=4,bits=8,alternate=off is no codec of messages: it sends matrices as two thin factors where they "
-      "are "
-      "reduced, as in gradwire train.\n");
+      "lowrank:rank=4,bits=8,alternate=off is no codec of messages: it sends matrices as two thin factors where they\n"
+      "are reduced, as in gradwire train.\n");
 }
 
 void print_codec(const CodecInfo& info) {
