@@ -335,8 +335,12 @@ def many_hooks(rank: Rank) -> Any:
         gc.collect()
         return ours() <= threads and len(os.listdir("/proc/self/fd")) <= files
 
+    def are_left() -> bool:
+        gc.collect()
+        return any(transport.group is rank.group for transport in Transport._shared)
+
     rank.let_go()
-    eventually(lambda: gc.collect() >= 0 and not Transport._shared)  # what earlier tests have left
+    assert eventually(lambda: not are_left()), "earlier tests have left hooks on this group"
     one()
     before = ours(), len(os.listdir("/proc/self/fd"))
     for _ in range(5):

@@ -8,6 +8,7 @@
 #include <charconv>
 #include <cmath>
 
+#include "core/bits.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -44,15 +45,16 @@ WeightedSample::WeightedSample(std::span<const float> values, std::span<const ui
   for (uint32_t length : lengths) {
     Unit unit{values.subspan(at, length), 0, 0, 0};
     at += length;
-    double squares = 0;
-    bool finite = true;
-    for (float v : unit.values) {
-      finite &= std::isfinite(v);
-      unit.top = std::max(unit.top, std::fabs(v));
-      squares += static_cast<double>(v) * v;
+    // The bits of magnitudes are in the order of the magnitudes, with those that are not finite at the top.
+    uint32_t top = 0;
+    for (float v : unit.values) top = std::max(top, float_bits(v) & 0x7fffffff);
+    unit.top = bits_float(top);
+    if (!std::isfinite(unit.top) || top == 0) continue;
+    if (by == By::rms) {
+      double squares = 0;
+      for (float v : unit.values) squares += static_cast<double>(v) * v;
+      unit.rms = std::sqrt(squares / length);
     }
-    if (!finite || unit.top == 0) continue;
-    unit.rms = std::sqrt(squares / length);
     largest = std::max(largest, size_of(unit));
     units.push_back(unit);
   }

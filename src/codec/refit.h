@@ -16,8 +16,8 @@ double number_of(const Codec& codec, const char* parameter);
 struct WeightedSample {
   struct Unit {
     std::span<const float> values;
-    float top;  // the largest magnitude
-    double rms;
+    float top;   // the largest magnitude
+    double rms;  // 0 with By::top
     int64_t weight;
   };
   std::vector<Unit> units;

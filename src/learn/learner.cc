@@ -107,6 +107,9 @@ struct Learner::State {
     });
     std::vector<float> values;
     std::vector<uint32_t> words, lengths;
+    size_t count = 0;
+    for (const Observed& one : seen) count += one.values.size();
+    values.reserve(count);
     const Observed* before = nullptr;
     for (const Observed& one : seen) {
       values.insert(values.end(), one.values.begin(), one.values.end());

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/bits.h"
+
 namespace gradwire {
 
 double LevelHistogram::edge(int i) {
@@ -12,16 +14,25 @@ double LevelHistogram::edge(int i) {
   return std::copysign((g - 1 / 16.0) * 16 / 15, i - kSide);
 }
 
+// In runs that fit in a cache: places are found several at a time, and then counted one after the other without a branch,
+// because the sign of a gradient cannot be predicted.
 void LevelHistogram::add(std::span<const float> values, float top, int64_t weight) {
-  for (float value : values) {
-    const float t = std::clamp(value / top, -1.0f, 1.0f);
-    if (t == 0) {
-      counts.back() += weight;
-      continue;
+  constexpr size_t kRun = 1024;
+  constexpr uint32_t kZeros = 2 * kBins;
+  uint32_t first[kRun], position[kRun];
+  for (; !values.empty(); values = values.subspan(std::min(kRun, values.size()))) {
+    const size_t n = std::min(kRun, values.size());
+    for (size_t i = 0; i < n; ++i) {
+      const float t = values[i] / top;
+      const BinPosition to = place(t);
+      const uint32_t zero = 0 - static_cast<uint32_t>((float_bits(t) & 0x7fffffff) == 0);
+      first[i] = (2 * to.bin & ~zero) | (kZeros & zero);
+      position[i] = to.position & ~zero;
     }
-    const BinPosition to = place(t);
-    counts[2 * to.bin] += weight;
-    counts[2 * to.bin + 1] += weight * to.position;
+    for (size_t i = 0; i < n; ++i) {
+      counts[first[i]] += weight;
+      counts[std::min(first[i] + 1, kZeros)] += weight * position[i];  // a zero adds nothing
+    }
   }
 }
 

@@ -24,13 +24,15 @@ struct LevelHistogram {
     uint32_t bin;
     uint32_t position;
   };
-  static BinPosition place(float t) {  // -1 <= t <= 1
-    constexpr int kShift = 14;         // 23 bits of mantissa, 9 of which are the bin
-    const float g = (t < 0 ? -t : t) * (15.0f / 16.0f) + 1.0f / 16.0f;
+  // -1 <= t <= 1. In integers, because compilers make vectors of these and not of comparisons of floats.
+  static BinPosition place(float t) {
+    constexpr int kShift = 14;  // 23 bits of mantissa, 9 of which are the bin
+    const uint32_t bits = std::bit_cast<uint32_t>(t), below = 0 - (bits >> 31);
+    const float g = std::bit_cast<float>(bits & 0x7fffffffu) * (15.0f / 16.0f) + 1.0f / 16.0f;
     const uint32_t k = std::bit_cast<uint32_t>(g) - std::bit_cast<uint32_t>(1.0f / 16.0f);
     const uint32_t bin = k >> kShift < kSide ? k >> kShift : kSide - 1;
     const uint32_t position = (k - (bin << kShift) + 32) >> 6;
-    return t < 0 ? BinPosition{kSide - 1 - bin, kPositions - position} : BinPosition{kSide + bin, position};
+    return {kSide + (bin ^ below), (position ^ below) - below + (kPositions & below)};  // ~x is -1 - x
   }
   static double edge(int i);  // 0 <= i <= kBins
 

@@ -13,7 +13,7 @@ namespace {
 
 constexpr double kGap = 1.0 / (1 << 20);  // between levels; floats in [-1, 1] and 1 / gap are good for it
 constexpr int kStride = 4;                // the plain programme's candidates, in edges of pairs of bins
-constexpr int kFineBits = 6;              // above, and in the plain programme, pairs of bins are fine enough
+constexpr int kFewBits = 4;               // up to here candidates that are four bins apart are near enough to polish
 constexpr double kSparse = 2e-3;          // the share of the error that keeping zeros at zero may cost
 
 // Ascending by kGap within [-1, 1]: whatever the programme found, for data with few distinct values too.
@@ -95,12 +95,12 @@ LevelFit fit_levels(const LevelHistogram& histogram, int bits, const LevelRule& 
     return fit;
   }
   const size_t count = size_t{1} << bits;
-  const bool plain = rule.biased && model.kappa() < 0.5, coarse = plain || bits > kFineBits;
+  const bool plain = rule.biased && model.kappa() < 0.5, few = !plain && bits <= kFewBits;
   const int stride = plain ? kStride : 1;
-  const LevelBins pairs = in_pairs(bins);
-  std::vector<double> levels = best_levels(coarse ? LevelModel(pairs, rule) : model, count, rule.biased, stride);
+  const LevelBins coarse = few ? in_pairs(in_pairs(bins)) : in_pairs(bins);
+  std::vector<double> levels = best_levels(LevelModel(coarse, rule), count, rule.biased, stride);
   separate(levels);
-  polish(model, levels, rule.biased, coarse ? 2 * stride : 1);
+  polish(model, levels, rule.biased, (few ? 4 : 2) * stride);
   if (bins.zeros > 0) prefer_zero(model, levels, rule.biased);
   for (double& x : levels) {
     fit.levels.push_back(static_cast<float>(x));
