@@ -14,8 +14,8 @@ double LevelHistogram::edge(int i) {
   return std::copysign((g - 1 / 16.0) * 16 / 15, i - kSide);
 }
 
-// In runs that fit in a cache: places are found several at a time, and then counted one after the other without a branch,
-// because the sign of a gradient cannot be predicted.
+// In runs that fit in a cache: places are found several at a time, and then counted one after the other without a
+// branch, because the sign of a gradient cannot be predicted.
 void LevelHistogram::add(std::span<const float> values, float top, int64_t weight) {
   constexpr size_t kRun = 1024;
   constexpr uint32_t kZeros = 2 * kBins;
