@@ -16,6 +16,7 @@ pytest.importorskip("test_hsdp", reason="this torch has no Gloo or no set_custom
 
 import gradwire
 import gradwire.torch as gw
+from gradwire.torch import _transport
 from gradwire.torch._fsdp import hook_of
 from gradwire.torch._lessons import Lessons
 from gradwire.torch._transport import Transport
@@ -288,3 +289,57 @@ def leaves(rank, kind, removes):
 @pytest.mark.parametrize("removes", [True, False])
 def test_the_thread_ends_with_the_hook(ranks, removes):
     assert run(ranks, "shards", leaves, removes) == [(1, True)] * 2
+
+
+# The group for learning, where all else is on streams.
+
+
+def learns_on_streams(rank):
+    """As with NCCL, on groups of Gloo: the threads in which groups were made, what lessons have got, and what a hook
+    without prepare_lessons is told."""
+    made_in = []
+
+    def noting(own_group):
+        def on_host(self, name, rank, world, timeout, on_host=False):
+            made_in.append(threading.current_thread() is threading.main_thread())
+            return own_group(self, name, rank, world, timeout, True)
+
+        return on_host
+
+    got = []
+    with patched(_transport, "_runs_on_streams", lambda before: lambda *_: True):
+        with patched(Transport, "_own_group", noting):
+            transport = Transport.acquire(rank.group, torch.device("cpu"), None, purpose="a test")
+            transport.prepare_lessons()
+            transport.prepare_lessons()  # of another hook on this transport
+            for lesson in range(3):
+                transport.in_turn(lambda lesson=lesson: got.append(transport.pool_bytes(bytes([lesson, rank.rank]))))
+            assert eventually(lambda: len(got) == 3)
+            transport.check()
+            transport.release()
+    return made_in, got
+
+
+def test_the_group_for_learning_is_made_by_the_thread_that_trains(ranks):
+    every = [bytes([lesson, 0, lesson, 1, lesson, 2]) for lesson in range(3)]
+    assert ranks.run(3, learns_on_streams) == [([True, True], every)] * 3
+
+
+def prepares(rank, kind):
+    """How often a hook has prepared a transport for lessons: at first, and after each change of codecs."""
+    prepared, counts = [], []
+    with patched(Transport, "prepare_lessons", lambda before: lambda self: (prepared.append(self), before(self))):
+        _, hook = model_of(rank, kind, "qsgd:bits=4")
+        counts.append(len(prepared))
+        hook.set_codec("optquant:bits=3")
+        counts.append(len(prepared))
+        hook.set_codec("qsgd:bits=4")
+        counts.append(len(prepared))
+        hook = model_of(rank, kind)[1]
+        counts.append(len(prepared))
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["ddp", "replicas", "mesh"])
+def test_a_hook_prepares_for_lessons_when_its_codec_learns(ranks, kind):
+    assert all(counts == [0, 1, 1, 2] for counts in run(ranks, kind, prepares))

@@ -163,6 +163,7 @@ class DdpHook(ReduceHook):
         self._transport = self._make_transport()
         self._release = weakref.finalize(self, self._transport.release)
         self._release.atexit = False  # type: ignore[misc]  # Transport.close_all does it
+        self._prepare_lessons()
 
     def _make_transport(self) -> Transport:
         return Transport.acquire(self._group, self._device, self._timeout)

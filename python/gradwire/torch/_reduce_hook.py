@@ -26,6 +26,7 @@ from ._rules import check_patterns, has_lowrank, rules_of, with_codec
 if TYPE_CHECKING:
     from ._exposed import Exposed
     from ._meters import Meters
+    from ._transport import Transport
 
 Made = tuple[str, Any, "_core.ModelCoder"]  # rules for the way up, `down` as it was given, and a coder for both
 
@@ -45,6 +46,8 @@ class ReduceHook(Hook):
     _meters: "Meters"
     _exposed: "Exposed"
     _model: "_core.ModelCoder"
+    _learns: bool  # a codec of the model does
+    _transport: "Transport"
     _down: Any
     _momentum: Momentum | None = None
     _watch: "_optimizers.Watch | None" = None
@@ -169,9 +172,15 @@ class ReduceHook(Hook):
         model.restore(state)
         self._replace_model(model)
         self._use(codec, down, model)
+        self._prepare_lessons()
         self._meters.errors.clear()
         self._exposed.restart()
         _state.log_dropped(dropped)
+
+    def _prepare_lessons(self) -> None:
+        """Before the first step with these codecs, at the same point of the training on all ranks."""
+        if self._learns:
+            self._transport.prepare_lessons()
 
     def _fresh_model(self, taken: int = 0) -> "_core.ModelCoder":
         return self._model_for(self.codec, self._down, self._is_warm(taken))[2]

@@ -198,6 +198,7 @@ class ReplicaHook(ReduceHook):
         self._transport = Transport.acquire(self._group, self._device, self._timeout)
         self._release = weakref.finalize(self, self._transport.release)
         self._release.atexit = False  # Transport.close_all does it
+        self._prepare_lessons()
 
     def remove(self) -> None:
         if self._removed:

@@ -394,14 +394,20 @@ class Transport:
             with self._lock:
                 self._lessons -= 1
 
+    def prepare_lessons(self) -> None:
+        """Before the first lesson of a hook whose codec learns. Collective, in the thread that trains: ranks make a
+        group by waiting for each other at torch's store, and while one thread waits there, no other thread of the
+        process gets through."""
+        if self.on_streams and self._pool is None:
+            self._pool = self._own_group(f"{self._path}/learn", self.rank, self.world, self._time_out, on_host=True)
+
     def pool_bytes(self, mine: bytes) -> bytes:
         """As gather_bytes, for what was given to `later` or `in_turn`."""
         if self._missed is not None:  # other ranks may be waiting in what this one has not done
             raise EngineError(f"learning has failed on this rank before: {self._missed}", field="transport")
         if not self.on_streams:
             return self.gather_bytes(mine)
-        if self._pool is None:
-            self._pool = self._own_group(f"{self._path}/learn", self.rank, self.world, self._time_out, on_host=True)
+        assert self._pool is not None, "prepare_lessons comes first"
         return self._gathered(mine, self._pool, self.world, torch.device("cpu"))
 
     def check(self) -> None:
