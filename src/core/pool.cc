@@ -3,9 +3,24 @@
 
 #include <fmt/format.h>
 
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
 #include "gradwire/error.h"
 
 namespace gradwire {
+namespace {
+
+// Tasks write large results past the caches. Such stores may become visible after later ones of the same thread, so
+// without this a caller could say that a result is there, in an atomic variable, before it is.
+void order_streamed_stores() {
+#if defined(__x86_64__) || defined(__i386__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace
 
 Pool::Pool(int threads) {
   if (threads < 1 || threads > 1024)
@@ -25,6 +40,7 @@ Pool::~Pool() {
 void Pool::run(size_t tasks, const std::function<void(size_t, int)>& body) {
   if (workers_.empty() || tasks <= 1) {
     for (size_t task = 0; task < tasks; ++task) body(task, 0);
+    order_streamed_stores();
     return;
   }
   {
@@ -51,6 +67,7 @@ void Pool::take_tasks(int worker) {
     if (!error_) error_ = std::current_exception();
     next_.store(tasks_, std::memory_order_relaxed);
   }
+  order_streamed_stores();
 }
 
 void Pool::work(int worker) {

@@ -39,6 +39,9 @@ struct Driver {
     return L::xor_u(L::xor_u(x, L::template shr<16>(x)), mask);
   }
 
+  // Vectors that make a line of the cache, where they are one or two.
+  static constexpr int kLineVectors = sizeof(F) == 64 ? 1 : sizeof(F) == 32 ? 2 : 0;
+
   // What the rows of one group of lanes share.
   struct Rows {
     const float* x;
@@ -48,6 +51,7 @@ struct Driver {
     uint32_t* words;
     uint32_t lane;
     bool nearest;
+    bool stream;  // the residual
     uint32_t row;
     U counter, key1, mask, rnd, word;
   };
@@ -78,8 +82,13 @@ struct Driver {
     }
     const F x = L::load(r.x + row * 32 + r.lane);
     const U code = B::template encode<L, !kOne>(x, p, rnd);
-    if constexpr (kFeedback)
-      L::store(L::mul(L::sub(x, B::template decode<L>(code, p)), L::set(r.unscale)), r.residual + row * 32 + r.lane);
+    if constexpr (kFeedback) {
+      const F left = L::mul(L::sub(x, B::template decode<L>(code, p)), L::set(r.unscale));
+      if (kLineVectors && r.stream)
+        L::stream(left, r.residual + row * 32 + r.lane);
+      else
+        L::store(left, r.residual + row * 32 + r.lane);
+    }
     if constexpr (kPlace == 0)
       r.word = code;
     else
@@ -93,31 +102,62 @@ struct Driver {
     (encode_row<B, kOne, kFeedback, kRow>(r), ...);
   }
 
+  // Row by row, two groups of lanes side by side.
+  template <class B, bool kOne, int... kRow>
+  static GW_BODY void encode_two(Rows& r, Rows& t, std::integer_sequence<int, kRow...>) {
+    ((encode_row<B, kOne, true, kRow>(r), encode_row<B, kOne, true, kRow>(t)), ...);
+  }
+
   template <class B, bool kOne, bool kFeedback>
   static void encode_full(const float* x, float* residual, const UnitParams* params, float unscale, Draw draw,
-                          const Scheme& scheme, uint32_t* codes, uint32_t* words) {
+                          const Scheme& scheme, bool stream, uint32_t* codes, uint32_t* words) {
     if constexpr (B::kCodeBits == 0) {
       make_codes<B, kOne, kFeedback>(x, residual, params, unscale, draw, scheme.nearest, kLane, codes);
       Packing<L>::pack_block(scheme.bits, codes, words);
     } else {
-      encode_fused<B, kOne, kFeedback>(x, residual, params, unscale, draw, scheme.nearest, words);
+      encode_fused<B, kOne, kFeedback>(x, residual, params, unscale, draw, scheme.nearest, stream, words);
     }
+  }
+
+  static GW_BODY Rows rows(const float* x, float* residual, const UnitParams* params, float unscale, Draw draw,
+                           bool nearest, bool stream, uint32_t* words, uint32_t lane) {
+    Rows r{x, residual, params, unscale, words, lane, nearest, stream, 0, {}, {}, {}, {}, {}};
+    r.counter = L::add_u(L::mul_u(L::iota(lane), L::set_u(kWeyl)), L::set_u(static_cast<uint32_t>(draw.key)));
+    r.key1 = L::set_u(static_cast<uint32_t>(draw.key >> 32));
+    r.mask = L::set_u(draw.mask);
+    r.rnd = L::set_u(0x80008000u);
+    r.word = L::set_u(0);
+    return r;
   }
 
   // Packed as they are made, without a store in between.
   template <class B, bool kOne, bool kFeedback>
   static void encode_fused(const float* x, float* residual, const UnitParams* params, float unscale, Draw draw,
-                           bool nearest, uint32_t* words) {
+                           bool nearest, bool stream, uint32_t* words) {
+    if constexpr (kFeedback && kLineVectors == 2) {
+      if (stream) return encode_lines<B, kOne>(x, residual, params, unscale, draw, nearest, words);
+    }
     for (uint32_t lane = 0; lane < kLane; lane += L::kWidth) {
-      Rows r{x, residual, params, unscale, words, lane, nearest, 0, {}, {}, {}, {}, {}};
-      r.counter = L::add_u(L::mul_u(L::iota(lane), L::set_u(kWeyl)), L::set_u(static_cast<uint32_t>(draw.key)));
-      r.key1 = L::set_u(static_cast<uint32_t>(draw.key >> 32));
-      r.mask = L::set_u(draw.mask);
-      r.rnd = L::set_u(0x80008000u);
-      r.word = L::set_u(0);
+      Rows r = rows(x, residual, params, unscale, draw, nearest, stream, words, lane);
       for (; r.row < 32; r.row += kPeriod<B>) {
         encode_period<B, kOne, kFeedback>(r, std::make_integer_sequence<int, kPeriod<B>>());
         r.words += kPeriod<B> * B::kCodeBits;  // as many words a lane as the period fills, times 32 lanes
+      }
+    }
+  }
+
+  // The same where two vectors make a line: its halves are streamed one after the other. With so much at hand at once
+  // registers run short, which takes longer where nothing is streamed.
+  template <class B, bool kOne>
+  static void encode_lines(const float* x, float* residual, const UnitParams* params, float unscale, Draw draw,
+                           bool nearest, uint32_t* words) {
+    for (uint32_t lane = 0; lane < kLane; lane += 2 * L::kWidth) {
+      Rows r = rows(x, residual, params, unscale, draw, nearest, true, words, lane),
+           t = rows(x, residual, params, unscale, draw, nearest, true, words, lane + L::kWidth);
+      for (; r.row < 32; r.row += kPeriod<B>, t.row += kPeriod<B>) {
+        encode_two<B, kOne>(r, t, std::make_integer_sequence<int, kPeriod<B>>());
+        r.words += kPeriod<B> * B::kCodeBits;
+        t.words += kPeriod<B> * B::kCodeBits;
       }
     }
   }
@@ -288,6 +328,17 @@ struct Driver {
         for (uint32_t lane = 0; lane < kLane; ++lane) x[row * kLane + lane] = 0;
   }
 
+  // Where the residual of a full block goes as it is made, if it can. Streamed only in whole lines of the cache, and
+  // with few words beside it: else it takes longer than by way of the scratch room.
+  template <class B>
+  static float* residual_place(const Span& s, uint64_t block) {
+    if (s.residual != DType::f32) return nullptr;
+    float* const after = static_cast<float*>(s.after) + block * kBlock;
+    const bool streams =
+        B::kCodeBits > 0 && B::kCodeBits < 8 && kLineVectors && reinterpret_cast<uintptr_t>(after) % 64 == 0;
+    return streams || !s.stream ? after : nullptr;
+  }
+
   template <class B>
   static void encode(const Span& s, const UnitParams* whole, Scratch& scratch, LaneSums& check) {
     const Scheme& scheme = *s.scheme;
@@ -310,15 +361,21 @@ struct Driver {
       }
       const int bits = B::kCodeBits ? B::kCodeBits : scheme.bits;
       uint32_t* words = s.region + block * kLane * bits;
+      // Where every element is a unit of its own, any of them may be marked.
+      const bool looked_at = marked || scheme.scale_words == 0;
+      float* const place = residual && one && n == kBlock && !looked_at ? residual_place<B>(s, block) : nullptr;
       if (n == kBlock) {
+        const bool stream = place && s.stream;
+        float* const to = place ? place : residual;
+        uint32_t* codes = scratch.codes;
         if (residual && one)
-          encode_full<B, true, true>(x, residual, params, unscale, draw, scheme, scratch.codes, words);
+          encode_full<B, true, true>(x, to, params, unscale, draw, scheme, stream, codes, words);
         else if (residual)
-          encode_full<B, false, true>(x, residual, params, unscale, draw, scheme, scratch.codes, words);
+          encode_full<B, false, true>(x, to, params, unscale, draw, scheme, stream, codes, words);
         else if (one)
-          encode_full<B, true, false>(x, nullptr, params, unscale, draw, scheme, scratch.codes, words);
+          encode_full<B, true, false>(x, to, params, unscale, draw, scheme, stream, codes, words);
         else
-          encode_full<B, false, false>(x, nullptr, params, unscale, draw, scheme, scratch.codes, words);
+          encode_full<B, false, false>(x, to, params, unscale, draw, scheme, stream, codes, words);
         sum_rows(words, bits, s.region_index / kLane + block * bits, check);
       } else {
         if (one)
@@ -327,8 +384,7 @@ struct Driver {
         for (uint64_t i = 0; i < tail_words(scheme, s.count); ++i)
           check.add_word(words[i], s.region_index + full_words(scheme, s.count) + i);
       }
-      // Where every element is a unit of its own, any of them may be marked.
-      if (residual) Access::put_residual_of(s, block, residual, marked || scheme.scale_words == 0);
+      if (residual && !place) Access::put_residual_of(s, block, residual, looked_at);
     }
   }
 
