@@ -5,10 +5,14 @@
                  DeepSpeed's rule: groups of numel / max(rows, columns, ranks) elements, each with the scale 2 max / 16
     a codec      gradients are summed exactly within a box, and sent compressed between boxes. `error_of_qgz`: as the
                  owners of shards see the mean, which is all that qgz computes. `both_ways_of_qgz`: as all boxes see it,
-                 after the mean was sent back compressed
+                 after the mean was sent back compressed. qgz has no error feedback; a codec has what it has by default,
+                 unless its text ends in feedback=false owner_feedback=false
+    ideal        as a codec, with the best 16 levels for every 128 elements, in tables that nobody sends. A box that
+                 rounds its elements to the nearest level by itself can have no smaller error with 4 bits
 """
 
 import math
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -16,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from rows import Rows
+from turns import variant_of
 
 SHARDS = 2
 LENGTH = 64
@@ -39,16 +44,49 @@ def qgz(gradients, boxes):
     return sum(four_bits(one, group) for one in sums) / len(gradients)
 
 
+def ideal(values, group=128, levels=16):
+    """Every value at the mean of those that share its level. k-means of each group, exactly: least[j] is the least sum
+    of squared distances of its first j values in order, with one level more in every round."""
+    flat = F.pad(values.flatten(), (0, -values.numel() % group)).reshape(-1, group).double()
+    found = torch.empty_like(flat)
+    count = torch.arange(group + 1).double()
+    width = (count - count[:, None]).clamp_min(1)  # of the cell from i to j
+    for rows, into in zip(flat.split(128), found.split(128)):
+        ordered, order = rows.sort(1)
+        sums = F.pad(ordered.cumsum(1), (1, 0))
+        squares = F.pad(ordered.square().cumsum(1), (1, 0))
+        cost = squares[:, None] - squares[:, :, None] - (sums[:, None] - sums[:, :, None]).square() / width
+        cost.masked_fill_(count <= count[:, None], math.inf)
+        cost.diagonal(dim1=1, dim2=2).zero_()  # a level that is not used
+        least, begins = cost[:, 0], []
+        for _ in range(levels - 1):
+            least, begin = (least[:, :, None] + cost).min(1)
+            begins.append(begin)
+        end = torch.full((len(rows), 1), group)
+        means = torch.zeros_like(rows)
+        for begin in [*reversed(begins), torch.zeros_like(order[:, :1]).expand(-1, group + 1)]:
+            first = begin.gather(1, end)
+            mean = (sums.gather(1, end) - sums.gather(1, first)) / (end - first).clamp_min(1)
+            place = torch.arange(group)
+            means = torch.where((place >= first) & (place < end), mean, means)
+            end = first
+        into.scatter_(1, order, means)
+    return found.flatten()[: values.numel()].reshape(values.shape)
+
+
 class Replicas:
     """The exchange of a codec between boxes, in one process. With "gather" there is no way back: the result is what
     owners have with "scatter", before they send it."""
 
-    def __init__(self, codec, shapes, boxes, method):
+    def __init__(self, text, shapes, boxes, method):
         from gradwire import _core
 
+        codec, switches = variant_of(text)["codec"], variant_of(text)["options"]
+        switches = {name: "on" if value else "off" for name, value in switches.items()}
         tensors = [(name, math.prod(shape), "f32", len(shape)) for name, shape in shapes.items()]
         self.models = [
-            _core.ModelCoder(tensors, up=f"*={codec}", method=method, rank=box, world=boxes) for box in range(boxes)
+            _core.ModelCoder(tensors, up=f"*={codec}", method=method, rank=box, world=boxes, **switches)
+            for box in range(boxes)
         ]
         self.coders = [_core.BucketCoder(model, list(range(len(tensors))), _core.Device()) for model in self.models]
         self.step = 0
@@ -90,7 +128,7 @@ def gpt(seed):
 
     torch.manual_seed(seed)
     model = GPT(2, 128, 4, LENGTH)
-    text = b"".join(path.read_bytes() for path in sorted((Path(__file__).parent.parent / "docs").glob("*.md")))
+    text = (Path(__file__).parent.parent / "LICENSE").read_bytes()  # one that does not change
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     draw = torch.Generator().manual_seed(seed)
 
@@ -132,7 +170,8 @@ def measure(seed, boxes, codecs):
         for key, replicas in coded.items():
             errors[key] = relative(dict(zip(shapes, replicas.mean(means))), exact)
         errors["gather", "qgz"] = relative({name: qgz([one[name] for one in ranks], boxes) for name in shapes}, exact)
-    return errors
+    best = {name: sum(ideal(box[i]) for box in means) / boxes for i, name in enumerate(shapes)}
+    return errors | {("gather", "ideal"): relative(best, exact)}
 
 
 def add_mean(rows, command, metric, values, target="", note=""):
@@ -147,18 +186,26 @@ def add_mean(rows, command, metric, values, target="", note=""):
 def main(options):
     torch.set_num_threads(1)
     rows = Rows()
-    codecs = options.codec or ["optquant:bits=4", "optquant:bits=4,bucket=128,mode=biased", "qsgd:bits=4"]
+    codecs = options.codec or [
+        "qsgd:bits=4",
+        "optquant:bits=4",
+        "optquant:bits=4,bucket=128",
+        "optquant:bits=4,bucket=128,mode=biased",
+        "optquant:bits=4,bucket=128,mode=biased feedback=false owner_feedback=false",
+    ]
     found = [measure(seed, options.boxes, codecs) for seed in options.seeds]
     seeds = ",".join(map(str, options.seeds))
     note = f"of the mean gradient of a small GPT, {options.boxes} boxes of {SHARDS}; seeds {seeds}"
     command = f"python3 bench/hsdp.py error --boxes {options.boxes}"
     command += "" if options.seeds == [1, 2, 3] else f" --seeds {seeds}"
-    for name in ["qgz", *codecs]:
-        of = f"{command} [{name}]" if name == "qgz" else f"{command} --codec {name}"
+    for name in ["qgz", "ideal", *codecs]:
+        of = f"{command} --codec {shlex.quote(name)}" if name in codecs else f"{command} [{name}]"
         add_mean(rows, of, "squared_error", [one["gather", name] for one in found], note=note)
         if name == "qgz":
             continue
         for method, metric in (("gather", "error_of_qgz"), ("scatter", "both_ways_of_qgz")):
+            if (method, name) not in found[0]:
+                continue
             ratios = [one[method, name] / one["gather", "qgz"] for one in found]
             add_mean(rows, of, metric, ratios, "<= 0.5", "squared error over that of ZeRO++'s 4 bits")
     rows.append(options.dry_run)
