@@ -596,28 +596,6 @@ def test_an_error_in_the_backward_pass_is_raised_by_it(meshes):
     assert all(run(meshes, (2, 2), changes_its_mind))
 
 
-def more_dimensions(rank, shape):
-    """A third dimension, for tensor parallelism."""
-    model = Net()
-    dims = fsdp.DataParallelMeshDims(replicate="replicate", shard="shard")
-    mesh = _MESHES[shape]
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            whole = distribute_tensor(p.detach(), mesh, [Replicate()] * 3)
-            setattr(module, name, nn.Parameter(whole))
-    fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
-    with pytest.raises(gradwire.UnsupportedError) as caught:
-        gw.compress(model, "qsgd:bits=4")
-    return str(caught.value)
-
-
-def test_a_mesh_of_three_dimensions_is_refused(meshes):
-    for words in run(meshes, (1, 2, 2), more_dimensions):
-        assert "allowed are meshes of one or two dimensions" in words
-
-
 def composable_ddp(rank, shape):
     """torch's other replicate(), which has a DDP inside."""
     from torch.distributed._composable import replicate

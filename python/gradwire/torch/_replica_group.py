@@ -15,6 +15,7 @@ The attributes that are used here are private to torch. `find` refuses a torch i
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Sequence
@@ -70,6 +71,49 @@ def _door(owner: Any, name: str) -> Any:
     return getattr(owner, name)
 
 
+def _refuse_other_axes(name: str, info: Any) -> None:
+    """For a parameter that was a DTensor before it was sharded. torchtitan makes all parameters such, on a mesh with an
+    axis for each kind of parallelism, and tells FSDP by `dp_mesh_dims` which axes are its own. What is left over
+    changes nothing where it has one rank."""
+    mesh, own = getattr(info, "spmd_mesh", None), getattr(info, "dp_mesh_dims", None)
+    if mesh is not None and own is not None:
+        ours = {*_door(own, "shard_names"), *_door(own, "replicate_names")}
+        others = [axis for axis in zip(mesh.mesh_dim_names, mesh.shape) if axis[0] not in ours and axis[1] > 1]
+        if not others:
+            return
+        why = f"on axis '{others[0][0]}' of its mesh, with {others[0][1]} ranks"
+    else:
+        why = "by tensor parallelism too"
+    raise UnsupportedError(
+        f"parameter '{name}' is distributed {why}; allowed are meshes of one or two dimensions, replicate and shard",
+        field="mesh",
+    )
+
+
+def _reduced_as(name: str, theirs: Any) -> torch.dtype:
+    """The type that FSDP reduces the gradient of a parameter in, if it is alone in its buffer."""
+    policy, sharded = _door(theirs, "mp_policy"), _door(theirs, "sharded_param")
+    if policy.reduce_dtype is not None:
+        return policy.reduce_dtype  # type: ignore[no-any-return]
+    if not hasattr(theirs, "sharded_grad_dtype"):  # torch before 2.15: the type that the model computes with
+        return policy.param_dtype or sharded.dtype  # type: ignore[no-any-return]
+    # Not theirs.sharded_grad_dtype: it may be set until the first forward pass, and FSDP takes it over only then.
+    if sharded.grad_dtype is None:
+        raise UnsupportedError(
+            f"the gradient of parameter '{name}' may have any type, because its grad_dtype is None; say reduce_dtype "
+            "in the mixed-precision policy",
+            field="dtype",
+        )
+    return sharded.grad_dtype  # type: ignore[no-any-return]
+
+
+def _is_converted(group: Any, theirs: Any, dtype: torch.dtype) -> bool:
+    """Whether FSDP makes another tensor of a parameter's gradient once it is reduced, which has this type."""
+    if hasattr(theirs, "sharded_grad_dtype"):
+        return theirs.sharded_grad_dtype not in (None, dtype)
+    return getattr(group, "_orig_dtype", None) != dtype  # torch before 2.15; None: the group has several types
+
+
 class Parameter:
     """A parameter of the model, of which this rank has a shard."""
 
@@ -98,7 +142,6 @@ class Unit:
         self.group: dist.ProcessGroup = theirs.mesh_info.replicate_process_group
         if isinstance(self.group, ReplicaGroup):
             self.group = self.group.theirs
-        policy = _door(theirs, "mp_policy")
         self.parameters: list[Parameter] = []
         self.known: dict[int, int] = {}  # id of FSDP's parameter -> its place in `parameters`
         self.first = 0  # the place of the first one in the hook's list
@@ -109,13 +152,9 @@ class Unit:
             info = _door(one, "_module_info")
             prefix = names.get(id(info.module), "")
             name = f"{prefix}.{info.param_name}" if prefix else info.param_name
-            dtype = policy.reduce_dtype or policy.param_dtype or sharded.dtype
+            dtype = _reduced_as(name, one)
             if getattr(one, "is_dtensor", False):
-                raise UnsupportedError(
-                    f"parameter '{name}' is sharded by tensor parallelism too; allowed are meshes of one or two "
-                    "dimensions, replicate and shard",
-                    field="mesh",
-                )
+                _refuse_other_axes(name, theirs.mesh_info)
             if dtype not in DTYPES:
                 raise UnsupportedError(
                     f"the gradient of parameter '{name}' is reduced as {str(dtype)[6:]}; allowed are float32, float16 "
@@ -124,6 +163,10 @@ class Unit:
                 )
             self.known[id(one)] = len(self.parameters)
             self.parameters.append(Parameter(name, one, dtype))
+        # Since 2.15 they may differ, and one buffer has the smallest type that holds them all.
+        types = {parameter.dtype for parameter in self.parameters}
+        for parameter in self.parameters:
+            parameter.dtype = functools.reduce(torch.promote_types, types)
 
     def sharded(self) -> list[torch.nn.Parameter]:
         """What an optimizer updates, in the order of `parameters`."""
@@ -158,8 +201,8 @@ class Unit:
             parameter = self.parameters[place]
             if parameter.dtype != flat.dtype:
                 raise UnsupportedError(
-                    f"the gradient of parameter '{parameter.name}' is reduced as {str(flat.dtype)[6:]}; its "
-                    f"mixed-precision policy says {str(parameter.dtype)[6:]}",
+                    f"the gradient of parameter '{parameter.name}' is reduced as {str(flat.dtype)[6:]}; when compress "
+                    f"was called it was to be {str(parameter.dtype)[6:]}",
                     field="dtype",
                 )
             if parameter.count:
@@ -181,7 +224,7 @@ class Unit:
         return (
             flat.dtype not in (torch.float32, torch.bfloat16)  # it is divided after the all-reduce
             or bool(getattr(theirs, "force_sum_reduction_for_comms", True))
-            or getattr(theirs, "_orig_dtype", None) != flat.dtype  # it is converted
+            or any(_is_converted(theirs, one, flat.dtype) for one in theirs.fsdp_params if id(one) in self.known)
             or getattr(theirs, "_all_reduce_hook", None) is not None
             or any(
                 one.sharded_param.grad is not None  # it is added to that
