@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "bindings.h"
+#include "device/recording.h"
 #include "gradwire/error.h"
 
 namespace gradwire::python {
@@ -134,6 +135,7 @@ void bind_model(py::module_& module) {
       .def("end", &ModelCoder::end, Unlocked(), "Commits the step, unless a result was not finite.")
       .def("abandon", &ModelCoder::abandon, Unlocked(), "The open step changes nothing.")
       .def("learns", &ModelCoder::learns, "Whether a codec learns at all.")
+      .def("teaches", &ModelCoder::teaches, "Whether the open step teaches something.")
       .def("stats", &stats, "What the last step taught this rank, or None.")
       .def("learn", &learn, py::arg("all_ranks"), "The statistics of all ranks, one after the other.")
       .def("divisible", &ModelCoder::divisible, py::arg("tensor"), "Whether it may be sent in parts.")
@@ -160,6 +162,9 @@ void bind_buckets(py::module_& module) {
       .def(
           "begin", [](BucketCoder& r, const std::vector<uint8_t>& idle) { r.begin(idle); },
           py::arg("idle") = std::vector<uint8_t>{}, Unlocked())
+      .def("signature", &BucketCoder::signature,
+           "What the open step would enqueue follows from this, from addresses and from the clock.")
+      .def("poll", &BucketCoder::poll, "Raises what is known of damaged messages; enqueues nothing.")
       .def_property_readonly("up_send", &BucketCoder::up_send)
       .def_property_readonly("up_recv", &BucketCoder::up_recv)
       .def_property_readonly("down_recv", &BucketCoder::down_recv)
@@ -198,10 +203,20 @@ void bind_buckets(py::module_& module) {
           py::arg("recv"), py::arg("bytes"), py::arg("out"), Unlocked());
 }
 
+void bind_recordings(py::module_& module) {
+  py::class_<Recording>(module, "Recording", "Work of a GPU's stream that is recorded once and run again.")
+      .def(py::init<const Device&>(), py::arg("device"))
+      .def("begin", &Recording::begin, Unlocked(), "From here on what this thread enqueues is recorded, and not run.")
+      .def("end", &Recording::end, Unlocked())
+      .def("run", &Recording::run, Unlocked())
+      .def("forget", &Recording::forget, Unlocked());
+}
+
 }  // namespace
 }  // namespace gradwire::python
 
 void bind_relay(pybind11::module_& module) {
   gradwire::python::bind_model(module);
   gradwire::python::bind_buckets(module);
+  gradwire::python::bind_recordings(module);
 }

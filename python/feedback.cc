@@ -13,7 +13,8 @@
 namespace gradwire::python {
 namespace {
 
-Device make_device(const std::string& kind, int threads, const std::string& simd, int index, Address stream) {
+Device make_device(const std::string& kind, int threads, const std::string& simd, int index, Address stream,
+                   Address clock) {
   if (kind != "cpu" && kind != "cuda")
     throw Error(ErrorKind::usage, fmt::format("device is '{}'; allowed are cpu and cuda", kind), "device");
   Device device;
@@ -22,6 +23,7 @@ Device make_device(const std::string& kind, int threads, const std::string& simd
   device.simd = simd;
   device.index = index;
   device.stream = reinterpret_cast<void*>(stream);
+  device.clock = reinterpret_cast<uint64_t*>(clock);
   return device;
 }
 
@@ -132,7 +134,7 @@ Direction parse_direction(const std::string& side) {
 void bind_feedback(py::module_& module) {
   py::class_<Device>(module, "Device", "Where to run: the CPU with some threads, or a GPU with a stream.")
       .def(py::init(&make_device), py::arg("kind") = "cpu", py::arg("threads") = 1, py::arg("simd") = "",
-           py::arg("index") = 0, py::arg("stream") = 0);
+           py::arg("index") = 0, py::arg("stream") = 0, py::arg("clock") = 0);
 
   py::class_<SharedFeedback>(module, "ErrorFeedback", "Residuals by tensor name.")
       .def(py::init([](const std::string& dtype, const Device& device) {

@@ -72,7 +72,8 @@ class ModelCoder {
   // What codecs learn from a step, after its end and before the next begin: the caller gathers the statistics of all
   // ranks, in rank order, and learn() takes them. 0 bytes: this step teaches nothing. On a GPU stats_bytes() and
   // take_stats() wait for the step; a thread of its own may do all this while the next step is computed.
-  bool learns() const;  // whether there ever is something to learn
+  bool learns() const;   // whether there ever is something to learn
+  bool teaches() const;  // whether the open step teaches something
   size_t stats_bytes() const;
   void take_stats(std::span<std::byte> out);
   void learn(std::span<const std::byte> all_ranks);
@@ -108,6 +109,12 @@ class BucketCoder {
   // Takes the codecs and residuals of the model's open step. idle[i]: the i-th tensor of this bucket is all zeros on
   // all ranks and its result will be dropped, so its residual stays.
   void begin(std::span<const uint8_t> idle = {});
+
+  // On a GPU whose Device has a clock, what encode_up to decode_down enqueue after begin() may be recorded as a CUDA
+  // graph and run again in a later step, where both steps have the same signature, the calls are given the same
+  // addresses, and the model teaches() nothing in either. poll() then throws what is known of damaged messages.
+  uint64_t signature() const;
+  void poll();
 
   // Bytes of every slot, after begin().
   const std::vector<size_t>& up_send() const;    // [p]: for rank p

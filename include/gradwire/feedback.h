@@ -29,8 +29,6 @@
 
 namespace gradwire {
 
-class FiniteCheck;
-
 enum class Direction : uint8_t { up = 0, down = 1 };
 
 class ErrorFeedback {
@@ -96,8 +94,7 @@ class ErrorFeedback {
   uint64_t bytes() const;        // that they take there, both copies
 
  private:
-  friend struct ModelCore;  // decides without waiting for a GPU
-  void commit_if_finite(uint64_t step, FiniteCheck& finite, const Device& device);
+  friend struct FeedbackAccess;  // for the library's own functions
 
   struct State;
   std::unique_ptr<State> state_;

@@ -33,6 +33,9 @@ struct Device {
   std::string simd = {};   // cpu: "" the best the processor has, "scalar" the reference loop, or one of simd_targets()
   int index = 0;           // cuda
   void* stream = nullptr;  // cuda: a cudaStream_t
+  // cuda: 8 bytes of the GPU's memory that hold the step. Kernels then read it there, and a stamp's own is not used: so
+  // what was recorded in a CUDA graph is of the step in which it runs. Null: steps are those of the stamps.
+  uint64_t* clock = nullptr;
 };
 
 // Error feedback in the encode pass: x = g + loss_scale * decay * before; after = (x - decode(encode(x))) / loss_scale.
@@ -77,7 +80,7 @@ class Runner {
   virtual std::span<const uint32_t> scales(std::span<const std::byte> message, std::span<const uint32_t> which) = 0;
 
   virtual void wait() = 0;  // until everything enqueued is done; throws what went wrong
-  virtual void poll() = 0;  // reports errors that were found before the previous poll(); never blocks
+  virtual void poll() = 0;  // reports errors that are known by now; enqueues nothing and never blocks
   virtual const Plan& plan() const = 0;
 
   // Goes on with a plan of the same tensors whose codecs differ in nothing but what they have learned, after what was

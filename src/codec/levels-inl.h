@@ -29,6 +29,20 @@ struct LevelsBody : NormScale {
     }
     return {cell, L::template lookup<kSize>(p.table, cell)};
   }
+  // The same for a single value: four times the number of the cell, so that a level lies so many bytes behind the
+  // first.
+  static GW_BODY uint32_t walk(float t, const UnitParams& p) {
+    uint32_t at = t < p.limit ? 0 : 4 * kSize / 2;
+#if defined(__CUDACC__)
+#pragma unroll
+#endif
+    for (uint32_t half = kSize / 4; half > 0; half /= 2)
+      if (!(t < at_bytes(p.table + half, at))) at += 4 * half;
+    return at;
+  }
+  static GW_BODY float at_bytes(const float* table, uint32_t bytes) {
+    return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table) + bytes);
+  }
   // Step d of the same bisection reads one of 2^d levels only. For a vector these are few enough to be looked up in
   // registers, except in the last steps; the level of the cell is the last one that was not above.
   template <class L, int... kStep>
@@ -49,6 +63,11 @@ struct LevelsBody : NormScale {
     using F = typename L::F;
     if constexpr (kTiny) x = L::mul(x, L::set(p.pre));
     const F t = L::mul(x, L::set(p.scale));
+    if constexpr (L::kWidth == 1) {
+      const uint32_t at = walk(t, p);
+      const float chance = (t - at_bytes(p.table, at)) * at_bytes(p.table + kSize, at) + p.b;
+      return (at + (bits_float(rnd | 0x4b000000u) < chance + 8388608.0f ? 4 : 0)) / 4;
+    }
     Cell<L> cell;
     if constexpr (kCodeBits == 0 && L::kWidth > 1)
       cell = descend<L>(t, p, std::make_integer_sequence<int, kDepth - 1>());

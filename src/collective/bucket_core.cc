@@ -6,6 +6,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/bits.h"
+#include "feedback/feedback_state.h"
 #include "message/bounded.h"
 
 namespace gradwire {
@@ -108,13 +110,16 @@ void BucketCore::resize_staging() {
 }
 
 void BucketCore::begin(const StepContext& context) {
+  if (context.feedback && FeedbackAccess::store(*context.feedback).version() != complete_) {
+    if (has_up()) job_.add_residuals(*context.feedback, whole_, Direction::up);
+    if (has_down()) job_.add_residuals(*context.feedback, down_shards(), Direction::down);
+    complete_ = FeedbackAccess::store(*context.feedback).version();
+  }
   if (has_up()) {
-    if (context.feedback) job_.add_residuals(*context.feedback, whole_, Direction::up);
     for (size_t m = 0; m < up_writers_.size(); ++m)
       up_writers_[m]->begin(context, Direction::up, context.loss_scale, plan_.up[m]);
   }
   if (has_down()) {
-    if (context.feedback) job_.add_residuals(*context.feedback, down_shards(), Direction::down);
     // Residuals are kept in units of the mean, so that they mean the same in a world of another size. Where the sum is
     // sent, what is encoded is `world` times that, which is a scale like the loss's.
     const bool sum = job_.options.op == ReduceOptions::Op::sum;
@@ -219,6 +224,18 @@ void BucketCore::wait(Direction direction) {
   staging_.wait();
   if (direction == Direction::up) return up_reader_->wait();
   for (const auto& reader : down_readers_) reader->wait();
+}
+
+uint64_t BucketCore::signature() const {
+  uint64_t hash = 0;
+  const auto add = [&hash](const std::unique_ptr<MessageCoder>& coder) {
+    if (coder) hash = mix64(hash) + coder->signature();
+  };
+  for (const auto& writer : up_writers_) add(writer);
+  add(up_reader_);
+  add(down_writer_);
+  for (const auto& reader : down_readers_) add(reader);
+  return hash;
 }
 
 void BucketCore::poll(Direction direction) {

@@ -98,6 +98,9 @@ class BucketCore {
 
   void wait(Direction direction);  // until everything of this direction is done; throws what decoding found
   void poll(Direction direction);  // throws what has been found so far, without waiting
+  // For work that was recorded (device/recording.h) and runs again: what it would be now follows from this, from the
+  // addresses that the four functions are given, and from the step, which a clock has.
+  uint64_t signature() const;
   void wait_for_copies() { staging_.wait(); }
 
   uint64_t staging_memory() const { return staging_.held(); }
@@ -119,6 +122,7 @@ class BucketCore {
   std::unique_ptr<MessageCoder> up_reader_, down_writer_;
   std::optional<ShardSums> sums_;
   std::array<uint64_t, 2> epochs_;
+  uint64_t complete_ = 0;  // the version of the residuals that has all of this bucket's
   // Per shard: whether the scales of the step's messages prove the results finite (message/bounded.h).
   std::vector<uint8_t> up_bounded_;
   std::vector<std::vector<uint8_t>> down_bounded_;

@@ -85,6 +85,10 @@ void ModelCoder::end() { state_->end(); }
 void ModelCoder::abandon() { state_->abandon(); }
 
 bool ModelCoder::learns() const { return !state_->learnings.empty(); }
+bool ModelCoder::teaches() const {
+  const State& s = *state_;
+  return s.step && !s.how.exact && gradwire::stats_bytes(s.learnings, *s.step, false) > 0;
+}
 
 size_t ModelCoder::stats_bytes() const {
   state_->settle();
@@ -219,6 +223,12 @@ void BucketCoder::begin(std::span<const uint8_t> idle) {
     for (size_t i = 0; i < idle.size(); ++i) all[s.tensors[i]] = idle[i];
   }
   s.core.begin(s.model.context(all));
+}
+
+uint64_t BucketCoder::signature() const { return state_->core.signature(); }
+void BucketCoder::poll() {
+  for (const Direction direction : {Direction::up, Direction::down})
+    if (direction == Direction::up ? state_->core.has_up() : state_->core.has_down()) state_->core.poll(direction);
 }
 
 const std::vector<size_t>& BucketCoder::up_send() const { return state_->up_send.slots; }

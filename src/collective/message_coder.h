@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "collective/host_staging.h"
+#include "feedback/residual_store.h"
 #include "gradwire/collective.h"
 #include "message/changing_runner.h"
 
@@ -43,10 +44,15 @@ class MessageCoder {
   void poll() { coding_.poll(); }  // the same for what has been found so far, without waiting
 
   const Plan& plan() const { return coding_.plan(); }
+  // What encode() and decode() would enqueue now follows from this, and from the addresses that they are given; the
+  // step aside, where a clock has it.
+  uint64_t signature() const;
 
  private:
   ChangingRunner coding_;
-  std::unique_ptr<ErrorFeedback::Pointers> residuals_;
+  ResidualPlaces places_;  // of the plan's tensors
+  ErrorFeedback::Pointers pointers_;
+  bool begun_ = false;  // pointers_ are those of the open step
 };
 
 }  // namespace gradwire

@@ -9,6 +9,8 @@
 #include <utility>
 
 #include "core/refuse.h"
+#include "device/recording.h"
+#include "feedback/feedback_state.h"
 #include "gradwire/error.h"
 
 namespace gradwire {
@@ -92,6 +94,7 @@ void ModelCore::begin(uint64_t number, const StepOptions& options_of_step) {
   owns_step_ = !feedback.open_step();
   if (owns_step_) before_ = saved_;
   step = number;
+  set_clock(options.reduce.device, number);
   how = options_of_step;
   choose(Direction::up);
   choose(Direction::down);
@@ -116,7 +119,7 @@ void ModelCore::end() {
   check_open("end");
   if (!how.exact && stats_bytes(learnings, *step, false) > 0) taught = step;
   unsettled_ = true;
-  feedback.commit_if_finite(*step, finite, options.reduce.device);
+  FeedbackAccess::store(feedback).commit_if_finite(*step, finite, options.reduce.device);
   finite.end_step(options.reduce.device);
   step.reset();
 }

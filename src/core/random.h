@@ -34,12 +34,14 @@ GW_HD inline uint64_t block_key(uint64_t tensor, uint64_t block) {
   return mix64(tensor + block * 0x9e3779b97f4a7c15ull);
 }
 
-// 32 random bits from a counter that the key's low half was added to, and its high half.
-GW_HD inline uint32_t random_mix(uint32_t x, uint32_t key1) {
+// 32 random bits from a counter that the key's low half was added to, and its high half. With `last` 0 they are zeros:
+// a loop that may have to round to nearest then needs no branch.
+inline constexpr uint32_t kMixLast = 0x846ca68bu;
+GW_HD inline uint32_t random_mix(uint32_t x, uint32_t key1, uint32_t last = kMixLast) {
   x ^= x >> 16;
   x = x * 0x7feb352du + key1;
   x ^= x >> 15;
-  x *= 0x846ca68bu;
+  x *= last;
   return x ^ (x >> 16);
 }
 

@@ -23,6 +23,19 @@ __device__ __forceinline__ int code_bits(const Scheme& s) {
   return B::kCodeBits ? B::kCodeBits : s.bits;
 }
 
+// 4 KiB to shared memory by one warp, without waiting. The compiler shall not know how the addresses came about: it
+// would make each of the eight anew, where a constant in the instruction does.
+__device__ __forceinline__ void copy_block(const float* from, float* to, uint32_t lane) {
+  from += lane * 4;
+  asm volatile("" : "+l"(from));
+  size_t shift = lane * 4;
+  asm volatile("" : "+l"(shift));
+  to += shift;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) __pipeline_memcpy_async(to + j * 128, from + j * 128, 16);
+  __pipeline_commit();
+}
+
 // A full block of a warp: where its words go, and what its random bits come from.
 struct BlockPlace {
   uint32_t* words;  // of this lane
@@ -40,8 +53,8 @@ __device__ __forceinline__ void encode_rows(const CudaJob& job, const BlockPlace
   constexpr int kBits = B::kCodeBits;
   const uint32_t key1 = static_cast<uint32_t>(at.key >> 32);
   uint32_t counter = lane * kWeyl + static_cast<uint32_t>(at.key);
-  const bool nearest = job.scheme.nearest;
-  uint32_t rnd = 0x80008000u, word = 0;
+  const uint32_t last = job.scheme.nearest ? 0 : kMixLast, mask = job.scheme.nearest ? 0x80008000u : job.mask;
+  uint32_t rnd = 0, word = 0;
   uint32_t codes[kBits ? 1 : 32];
 #pragma unroll
   for (int row = 0; row < 32; ++row) {
@@ -49,7 +62,7 @@ __device__ __forceinline__ void encode_rows(const CudaJob& job, const BlockPlace
     uint32_t r16 = 0;
     if constexpr (B::kRandom) {
       if (row % 2 == 0) {
-        if (!nearest) rnd = random_mix(counter, key1) ^ job.mask;
+        rnd = random_mix(counter, key1, last) ^ mask;
         counter += 32 * kWeyl;
         r16 = rnd & 0xffffu;
       } else {
@@ -71,6 +84,42 @@ __device__ __forceinline__ void encode_rows(const CudaJob& job, const BlockPlace
     }
   }
   if constexpr (kBits == 0) pack_block(job.scheme.bits, codes, at.words, at.row0, check);
+}
+
+// A full block of one unit; x becomes the residual with feedback.
+template <class B, bool kFeedback>
+__device__ __forceinline__ void encode_full(const CudaJob& job, const BlockPlace& at, uint32_t lane, float (&x)[32],
+                                            UnitParams p, bool marked, Check& check) {
+  if (marked) {
+#pragma unroll
+    for (int row = 0; row < 32; ++row) x[row] = 0;
+    asm volatile("");  // so that it stays a branch, not a choice for each value
+  }
+  if (B::kLifts && p.pre != 1.0f) {
+#pragma unroll
+    for (int row = 0; row < 32; ++row) x[row] *= p.pre;
+    if (B::kClips) p.limit *= p.pre;
+  }
+  // A power of two: exact both ways. Lifted values were clipped against p.limit, which was lifted as well.
+  const float lower = 1.0f / p.pre;
+  const auto the_one = [&](int) -> const UnitParams& { return p; };
+  encode_rows<B, false, kFeedback>(job, at, lane, x, lower, the_one, check);
+}
+
+// The residuals of a full block. A NaN means that the unit was marked and keeps what it had.
+__device__ __forceinline__ void store_residuals(const CudaJob& job, const void* before, void* after, uint64_t at,
+                                                const float (&x)[32]) {
+  if (job.residual == DType::f32) {
+    float* to = static_cast<float*>(after) + at;
+    const float* was = static_cast<const float*>(before) + at;
+#pragma unroll
+    for (int row = 0; row < 32; ++row) __stcs(to + row * 32, x[row] != x[row] ? was[row * 32] : x[row]);
+  } else {
+    uint16_t* to = static_cast<uint16_t*>(after) + at;
+    const uint16_t* was = static_cast<const uint16_t*>(before) + at;
+#pragma unroll
+    for (int row = 0; row < 32; ++row) to[row * 32] = x[row] != x[row] ? was[row * 32] : f32_to_bf16(x[row]);
+  }
 }
 
 // A row of the last, partial block: codes follow one another from bit 0 on, so the 32 codes of a row fill `bits` words,
@@ -213,15 +262,14 @@ __device__ __forceinline__ bool params_of_units(const CudaJob& job, const CudaPi
   return __any_sync(kFull, marked);
 }
 
-// The general way: any block, any unit up to a block. kTails: only the partial blocks, one a piece.
+// Any block of any unit up to a block, by thread block `self` of `all`. kTails: only the partial blocks, one a piece,
+// whose rows the eight warps share: all look at the whole of it, the first writes the scales.
 template <class B, bool kFeedback, bool kTails>
-__global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ CudaJob job) {
-  __shared__ UnitParams shared_rows[8][32];
+__device__ void encode_any(const CudaJob& job, uint32_t self, uint32_t all, UnitParams (&shared_rows)[8][32],
+                           Check& check) {
   const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   UnitParams* rows = shared_rows[warp];
-  Check check;
-  // The eight warps share the rows of a tail: all look at the whole of it, the first writes the scales.
-  const uint64_t start = kTails ? blockIdx.x : blockIdx.x * 8ull + warp, stride = kTails ? gridDim.x : gridDim.x * 8ull;
+  const uint64_t start = kTails ? self : self * 8ull + warp, stride = kTails ? all : all * 8ull;
   const bool writer = lane == 0 && (!kTails || warp == 0);
   for (uint64_t i = start; i < (kTails ? job.piece_count : job.items); i += stride) {
     const Item item = kTails ? tail_of(job, i) : item_of(job, i);
@@ -252,54 +300,178 @@ __global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ Cud
     encode_block<B, kFeedback>(job, piece, block, lane, x, is_one, one, rows, marked, check, kTails ? warp : 0,
                                kTails ? 8 : 1);
   }
+}
+
+template <class B, bool kFeedback>
+__global__ void __launch_bounds__(256) encode_blocks(const __grid_constant__ CudaJob job) {
+  __shared__ UnitParams rows[8][32];
+  Check check;
+  encode_any<B, kFeedback, false>(job, blockIdx.x, gridDim.x, rows, check);
   check.flush(job.check);
 }
 
 // --- kernels: units of several blocks, a thread block of 32 warps a chunk of 32 blocks -----------------------------
 
+// What a warp knows of its own block, for the other warps of the chunk.
+struct ChunkPart {
+  uint32_t top;
+  int32_t first;
+  uint32_t second, negative;
+};
+
+// The sums of the warps whose parts are `mine` in some lanes and zero in the others. 32 parts of 32 bits do not fit
+// into 32 bits, so halves are summed.
+__device__ __forceinline__ Sums sum_of_parts(const ChunkPart& mine) {
+  const auto sum = [](uint32_t part) { return __reduce_add_sync(kFull, part); };
+  Sums sums;
+  sums.first = int64_t{static_cast<int32_t>(sum(static_cast<uint32_t>(mine.first >> 16)))} * 65536 +
+               sum(static_cast<uint32_t>(mine.first) & 0xffffu);
+  sums.second = (uint64_t{sum(mine.second >> 16)} << 16) + sum(mine.second & 0xffffu);
+  sums.negative = sum(mine.negative);
+  return sums;
+}
+
+// The whole of a partial block of a unit with these scales, by one warp; returns its part of the checksum. It is rare,
+// and apart from the rest it takes no registers from it.
 template <class B, bool kFeedback>
+__device__ __noinline__ unsigned long long encode_partial(const CudaJob& job, uint32_t slot, uint64_t block,
+                                                          uint32_t scale, uint32_t second_scale) {
+  const CudaPiece piece = job.pieces[slot];
+  const uint32_t scales[2] = {scale, second_scale};
+  const UnitParams p = B::make_params(job.scheme, scales);
+  Check check;
+  for (uint32_t row = 0; row * kLane < piece.count - block * kBlock; ++row)
+    encode_tail_row<B, kFeedback>(job, piece, block, row, threadIdx.x & 31, p, check);
+  return check.loose;
+}
+
+// Where a chunk lies. What it is made of is copied to shared memory three chunks ahead, without waiting, one word a
+// lane.
+struct ChunkPlace {
+  CudaPiece piece;
+  const void* in;
+  uint64_t key;
+  const void* before;
+  void* after;
+
+  template <bool kFeedback>
+  __device__ __forceinline__ void fetch(const CudaJob& job, uint32_t slot, uint32_t lane) {
+    constexpr uint32_t kOfPiece = sizeof(CudaPiece) / 8;
+    static_assert(sizeof(CudaPiece) % 8 == 0 && sizeof(ChunkPlace) == sizeof(CudaPiece) + 32);
+    const uint32_t tensor = job.first_pointer + slot;
+    const void* from = nullptr;
+    if (lane < kOfPiece) from = reinterpret_cast<const uint64_t*>(job.pieces + slot) + lane;
+    if (lane == kOfPiece) from = job.in + tensor;
+    if (lane == kOfPiece + 1) from = job.keys + tensor;
+    if (kFeedback && lane == kOfPiece + 2) from = job.before + tensor;
+    if (kFeedback && lane == kOfPiece + 3) from = job.after + tensor;
+    if (from) __pipeline_memcpy_async(reinterpret_cast<uint64_t*>(this) + lane, from, 8);
+    __pipeline_commit();
+  }
+  // The block of warp w of chunk i, and whether it is full.
+  __device__ __forceinline__ uint64_t block(uint64_t i, uint32_t w) const { return (i - piece.first_item) * 32 + w; }
+  __device__ __forceinline__ bool is_full(uint64_t block) const { return (block + 1) * kBlock <= piece.count; }
+};
+
+// kAhead: f32 input aligned to 16 bytes. A thread block fills a multiprocessor and its warps wait for one another, so
+// nothing else would hide the time that memory takes: the next chunk is copied to shared memory while this one is
+// worked on.
+//
+// Shared memory is used in turns, so that one barrier a chunk (two with sums) is enough: behind it nobody is at the
+// chunk before, and what warp 0 had fetched when it arrived is there for all.
+template <class B, bool kFeedback, bool kAhead>
 __global__ void __launch_bounds__(1024) encode_chunks(const __grid_constant__ CudaJob job) {
-  __shared__ UnitParams shared_rows[32];  // one a warp: a block lies in one unit
-  __shared__ uint32_t tops[32];
-  __shared__ Sums parts[32];
+  __shared__ ChunkPart both_parts[2][32];
+  __shared__ ChunkPlace places[4];
+  GW_DYNAMIC_SHARED(float4, ahead_blocks);  // kAhead: a block per warp
   const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const uint32_t span = job.scheme.unit / kBlock, first = warp / span * span;  // the warps of this warp's unit
+  const bool with_mine = lane / span == warp / span;                           // the warp `lane`
+  float* const buffer = reinterpret_cast<float*>(ahead_blocks) + warp * kBlock;
+  const auto slot_of = [&](uint64_t i) {
+    return job.piece_count == 1 || i >= job.items ? 0 : __ldg(job.item_piece + i);
+  };
+  const auto send_for = [&](const ChunkPlace& place, uint64_t i) {
+    const uint64_t block = place.block(i, warp);
+    if (i >= job.items || !place.is_full(block)) return;
+    if constexpr (kAhead)
+      copy_block(static_cast<const float*>(place.in) + block * kBlock, buffer, lane);
+    else
+      prefetch_block(place.in, job.dtype, block, lane);
+    if (kFeedback && place.before) prefetch_block(place.before, job.residual, block, lane);
+  };
   Check check;
-  for (uint64_t i = blockIdx.x; i < job.items; i += gridDim.x) {
-    const Item item = item_of(job, i);
-    const CudaPiece& piece = item.piece;
-    const uint64_t block = item.number * 32 + warp;
+  uint32_t slot_ahead = 0;  // warp 0: of the fourth chunk from here
+  if (warp == 0) {
+    for (uint32_t c = 0; c < 3; ++c)
+      places[c].fetch<kFeedback>(job, slot_of(blockIdx.x + c * uint64_t{gridDim.x}), lane);
+    slot_ahead = slot_of(blockIdx.x + 3ull * gridDim.x);
+    __pipeline_wait_prior(0);
+  }
+  __syncthreads();
+  send_for(places[0], blockIdx.x);
+  uint32_t turn = 0;
+  for (uint64_t i = blockIdx.x; i < job.items; i += gridDim.x, ++turn) {
+    const ChunkPlace& place = places[turn % 4];
+    ChunkPart(&parts)[32] = both_parts[turn % 2];
+    const CudaPiece& piece = place.piece;
+    const uint64_t block = place.block(i, warp);
     const bool here = block * kBlock < piece.count;
     float x[32] = {};
-    if (here) load_block<kFeedback>(job, piece, block, lane, x);
-    const uint32_t top_here = block_max(x);
-    if (lane == 0) tops[warp] = top_here;
+    __pipeline_wait_prior(0);
+    if constexpr (kAhead) {
+      if (!place.is_full(block)) {
+        const float* from = static_cast<const float*>(place.in);
+#pragma unroll 1
+        for (uint32_t at = lane; at < kBlock; at += 32)
+          buffer[at] = block * kBlock + at < piece.count ? from[block * kBlock + at] : 0.0f;
+      }
+      __syncwarp();  // a lane reads what others have copied
+#pragma unroll
+      for (int row = 0; row < 32; ++row) x[row] = buffer[row * 32 + lane];
+      __syncwarp();  // before the next copy overwrites it
+      if (kFeedback && here) add_residuals(job, piece, place.before, block, lane, x);
+    } else if (here) {
+      load_block<kFeedback>(job, piece, block, lane, x);
+    }
+    send_for(places[(turn + 1) % 4], i + gridDim.x);
+    ChunkPart mine{block_max(x), 0, 0, 0};
+    if (lane == 0) parts[warp].top = mine.top;
     __syncthreads();
-    uint32_t top = 0;
-    for (uint32_t w = first; w < first + span; ++w) top = max(top, tops[w]);
+    if (warp == 0) {
+      places[(turn + 3) % 4].fetch<kFeedback>(job, slot_ahead, lane);
+      slot_ahead = slot_of(i + 4ull * gridDim.x);
+    }
+    mine.top = __reduce_max_sync(kFull, with_mine ? parts[lane].top : 0);
     Sums sums;
     if (job.scheme.sums != SumKind::none) {
-      if (top < kInfBits) sums = warp_sums(job.scheme.sums, x, grid_for(top));
-      if (lane == 0) parts[warp] = sums;
-      __syncthreads();
-      sums = {};
-      for (uint32_t w = first; w < first + span; ++w) {
-        sums.first += parts[w].first;
-        sums.second += parts[w].second;
-        sums.negative += parts[w].negative;
+      if (mine.top < kInfBits) sums = warp_sums(job.scheme.sums, x, grid_for(mine.top));
+      if (lane == 0) {
+        parts[warp].first = static_cast<int32_t>(sums.first);
+        parts[warp].second = static_cast<uint32_t>(sums.second);
+        parts[warp].negative = static_cast<uint32_t>(sums.negative);
       }
+      __syncthreads();
+      sums = sum_of_parts(with_mine ? parts[lane] : ChunkPart{});
     }
-    if (here) {
-      const uint64_t unit = block / span, begin = unit * job.scheme.unit;
-      uint32_t scales[2];
-      B::make_scales(job.scheme, top, sums, min_u64(job.scheme.unit, piece.count - begin), scales);
-      if (lane == 0 && warp == first) write_scales(job, piece, unit, scales, check);
-      const UnitParams one = B::make_params(job.scheme, scales);
-      encode_block<B, kFeedback>(job, piece, block, lane, x, true, one, shared_rows + warp, scales[0] == kMarker,
-                                 check);
+    if (!here) continue;
+    const uint64_t unit = block / span, begin = unit * job.scheme.unit;
+    uint32_t scales[2] = {0, 0};
+    B::make_scales(job.scheme, mine.top, sums, min_u64(job.scheme.unit, piece.count - begin), scales);
+    if (lane == 0 && warp == first) write_scales(job, piece, unit, scales, check);
+    if (!place.is_full(block)) {
+      check.loose += encode_partial<B, kFeedback>(job, piece.tensor - job.first_pointer, block, scales[0], scales[1]);
+      continue;
     }
-    __syncthreads();
+    const UnitParams p = B::make_params(job.scheme, scales);
+    const int bits = code_bits<B>(job.scheme);
+    const BlockPlace at{job.body + piece.region + block * kLane * bits + lane,
+                        static_cast<uint32_t>(piece.region / kLane + block * bits),
+                        block_key(place.key, piece.first_block + block)};
+    encode_full<B, kFeedback>(job, at, lane, x, p, scales[0] == kMarker, check);
+    if (kFeedback && place.before) store_residuals(job, place.before, place.after, block * kBlock + lane, x);
   }
+  __pipeline_wait_prior(0);
   check.flush(job.check);
 }
 

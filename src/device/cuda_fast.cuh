@@ -6,6 +6,30 @@
 //
 // Included by the files of kernels after cuda_driver.cuh.
 
+// The blocks of a warp: runs of neighbours, which are mostly of one tensor (share_out).
+struct Walk {
+  uint64_t at, next_run;
+  uint32_t left;
+
+  __device__ __forceinline__ Walk(const CudaJob& job, uint32_t thread_block) {
+    const uint64_t warp = thread_block * 8ull + (threadIdx.x >> 5), busy = job.busy * 8ull;
+    at = warp * job.run - job.aside * min_u64(warp, busy);
+    left = job.run - (warp < busy ? job.aside : 0);
+    next_run = (job.main_blocks * 8ull + warp) * job.run - job.aside * busy;
+    if (left == 0) start_run(job);
+  }
+  __device__ __forceinline__ uint64_t next() const { return left > 1 ? at + 1 : next_run; }
+  __device__ __forceinline__ void go(const CudaJob& job) {
+    ++at;
+    if (--left == 0) start_run(job);
+  }
+  __device__ __forceinline__ void start_run(const CudaJob& job) {
+    at = next_run;
+    next_run += job.main_blocks * 8ull * job.run;
+    left = job.run;
+  }
+};
+
 // The tensor that a warp is at.
 struct TensorPlace {
   uint32_t slot = 0xffffffffu;
@@ -16,8 +40,8 @@ struct TensorPlace {
 
   uint32_t next = 0;  // the slot of the item to come, asked for one item ahead
 
-  __device__ __forceinline__ void prefetch_slot(const CudaJob& job, uint64_t i, uint64_t items) {
-    if (job.piece_count > 1 && i < items) next = __ldg(job.item_piece + i);
+  __device__ __forceinline__ void prefetch_slot(const CudaJob& job, uint64_t item) {
+    if (job.piece_count > 1 && item < job.items) next = __ldg(job.item_piece + item);
   }
   __device__ __forceinline__ void go(const CudaJob& job) {
     if (next == slot) return;
@@ -71,13 +95,6 @@ __device__ __forceinline__ void load_full(const void* data, DType dtype, uint64_
   }
 }
 
-// 4 KiB to shared memory by one warp, without waiting.
-__device__ __forceinline__ void copy_block(const float* from, float* to, uint32_t lane) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) __pipeline_memcpy_async(to + (j * 32 + lane) * 4, from + (j * 32 + lane) * 4, 16);
-  __pipeline_commit();
-}
-
 // The values of a warp's blocks, one after another. kAhead: f32 input aligned to 16 bytes, no feedback. Blocks then
 // come through shared memory, copied there without passing through registers while the block before them is worked on;
 // else the cache is asked for the next block.
@@ -87,11 +104,12 @@ struct BlockLoader {
   uint64_t ahead = ~uint64_t{0};  // the item that is on its way to shared memory
   uint32_t turn = 0;              // the half of the buffer that holds this block
 
-  // Item i of the job is `block` of the piece; the warp comes back after `stride` items.
-  __device__ __forceinline__ void load(const CudaJob& job, const TensorPlace& place, uint64_t i, uint64_t block,
-                                       uint64_t stride, uint32_t lane, float (&x)[32]) {
+  // The block of item i of the job; item `next` is the warp's next one.
+  __device__ __forceinline__ void load(const CudaJob& job, const TensorPlace& place, uint64_t i, uint64_t next,
+                                       uint32_t lane, float (&x)[32]) {
+    const uint64_t block = i - place.first_item, then = next - place.first_item;
     if constexpr (kAhead)
-      load_ahead(place, i, block, stride, lane, x);
+      load_ahead(place, i, next, lane, x);
     else
       load_full(place.in, job.dtype, block * kBlock + lane, x);
     if (kFeedback && place.before) {
@@ -100,21 +118,20 @@ struct BlockLoader {
 #pragma unroll
       for (int row = 0; row < 32; ++row) x[row] = x[row] + e[row] * job.loss_scale;
     }
-    if (!kAhead && block + stride < place.full) {  // one line per lane: the whole of the next block
-      const uint64_t next = (block + stride) * kBlock + lane * 32;
-      prefetch(static_cast<const char*>(place.in) + next * (job.dtype == DType::f32 ? 4 : 2));
-      if (kFeedback && place.before)
-        prefetch(static_cast<const char*>(place.before) + next * (job.residual == DType::f32 ? 4 : 2));
+    if (!kAhead && then < place.full) {
+      prefetch_block(place.in, job.dtype, then, lane);
+      if (kFeedback && place.before) prefetch_block(place.before, job.residual, then, lane);
     }
   }
 
-  __device__ __forceinline__ void load_ahead(const TensorPlace& place, uint64_t i, uint64_t block, uint64_t stride,
-                                             uint32_t lane, float (&x)[32]) {
+  __device__ __forceinline__ void load_ahead(const TensorPlace& place, uint64_t i, uint64_t next, uint32_t lane,
+                                             float (&x)[32]) {
     const float* in = static_cast<const float*>(place.in);
+    const uint64_t block = i - place.first_item, then = next - place.first_item;
     if (ahead != i) copy_block(in + block * kBlock, buffer + turn * kBlock, lane);
-    if (block + stride < place.full) {
-      copy_block(in + (block + stride) * kBlock, buffer + (turn ^ 1) * kBlock, lane);
-      ahead = i + stride;
+    if (then < place.full) {
+      copy_block(in + then * kBlock, buffer + (turn ^ 1) * kBlock, lane);
+      ahead = next;
       __pipeline_wait_prior(1);
     } else {
       __pipeline_wait_prior(0);
@@ -126,22 +143,6 @@ struct BlockLoader {
     __syncwarp();  // before the next copy overwrites it
   }
 };
-
-// The residuals of a full block. A NaN means that the unit was marked and keeps what it had.
-__device__ __forceinline__ void store_residuals(const CudaJob& job, const TensorPlace& place, uint64_t at,
-                                                const float (&x)[32]) {
-  if (job.residual == DType::f32) {
-    float* to = static_cast<float*>(place.after) + at;
-    const float* was = static_cast<const float*>(place.before) + at;
-#pragma unroll
-    for (int row = 0; row < 32; ++row) __stcs(to + row * 32, x[row] != x[row] ? was[row * 32] : x[row]);
-  } else {
-    uint16_t* to = static_cast<uint16_t*>(place.after) + at;
-    const uint16_t* was = static_cast<const uint16_t*>(place.before) + at;
-#pragma unroll
-    for (int row = 0; row < 32; ++row) to[row * 32] = x[row] != x[row] ? was[row * 32] : f32_to_bf16(x[row]);
-  }
-}
 
 // Bodies that look levels up find them in shared memory, whose addresses cost half of global ones.
 template <class B>
@@ -156,24 +157,27 @@ template <class B, bool kFeedback, bool kAhead>
 __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_constant__ CudaJob job) {
   const int bits = code_bits<B>(job.scheme);
   const uint32_t lane = threadIdx.x & 31;
-  const uint64_t stride = job.main_blocks * 8ull;
   const Scheme& scheme = job.scheme;
   Check check;
+  if (blockIdx.x < job.busy) {
+    __shared__ UnitParams rows[8][32];
+    encode_any<B, kFeedback, true>(job, blockIdx.x, job.busy, rows, check);
+  }
   ScaleSums scale_sums;
   TensorPlace place;
   __shared__ float table[B::kTableFloats + 1];
   fetch_table<B>(scheme, table);
-  extern __shared__ float4 ahead_blocks[];  // kAhead: two blocks per warp
+  GW_DYNAMIC_SHARED(float4, ahead_blocks);  // kAhead: two blocks per warp
   BlockLoader<kFeedback, kAhead> loader{reinterpret_cast<float*>(ahead_blocks) + (threadIdx.x >> 5) * 2 * kBlock};
-  uint64_t i = blockIdx.x * 8ull + (threadIdx.x >> 5);
-  place.prefetch_slot(job, i, job.items);
-  for (; i < job.items; i += stride) {
+  Walk walk(job, blockIdx.x);
+  place.prefetch_slot(job, walk.at);
+  for (; walk.at < job.items; walk.go(job)) {
     place.go(job);
-    place.prefetch_slot(job, i + stride, job.items);
-    const uint64_t block = i - place.first_item;
+    place.prefetch_slot(job, walk.next());
+    const uint64_t block = walk.at - place.first_item;
     if (block >= place.full) continue;
     float x[32];
-    loader.load(job, place, i, block, stride, lane, x);
+    loader.load(job, place, walk.at, walk.next(), lane, x);
 
     UnitParams p;
     bool marked = false;
@@ -187,7 +191,9 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
         if (scheme.sums != SumKind::none && top < kInfBits) sums = warp_sums(scheme.sums, x, grid_for(top));
         uint32_t scales[2];
         B::make_scales(scheme, top, sums, kBlock, scales);
-        for (uint32_t w = 0; w < scheme.scale_words; ++w) {
+#pragma unroll
+        for (uint32_t w = 0; w < 2; ++w) {
+          if (w >= scheme.scale_words) continue;
           const uint64_t index = place.scales + block * scheme.scale_words + w;
           if (lane == 0) job.body[index] = scales[w];
           scale_sums.add(lane, scales[w], index, check);
@@ -195,26 +201,13 @@ __global__ void __launch_bounds__(256, 2) encode_full_blocks(const __grid_consta
         p = B::make_params(scheme, scales);
         marked = scales[0] == kMarker;
       }
-      if constexpr (B::kTableFloats > 0) p.table = table;
-      if (marked) {
-#pragma unroll
-        for (int row = 0; row < 32; ++row) x[row] = 0;
-      }
-      if (B::kLifts && p.pre != 1.0f) {
-#pragma unroll
-        for (int row = 0; row < 32; ++row) x[row] *= p.pre;
-        if (B::kClips) p.limit *= p.pre;
-      }
     }
-
-    // A power of two: exact both ways. Lifted values were clipped against p.limit, which was lifted as well.
-    const float lower = 1.0f / p.pre;
+    if constexpr (B::kTableFloats > 0) p.table = table;
     const BlockPlace at{job.body + place.region + block * kLane * bits + lane,
                         static_cast<uint32_t>(place.region / kLane + block * bits),
                         block_key(place.key, place.first_block + block)};
-    const auto the_one = [&](int) -> const UnitParams& { return p; };
-    encode_rows<B, false, kFeedback>(job, at, lane, x, lower, the_one, check);
-    if (kFeedback && place.after) store_residuals(job, place, block * kBlock + lane, x);
+    encode_full<B, kFeedback>(job, at, lane, x, p, marked, check);
+    if (kFeedback && place.after) store_residuals(job, place.before, place.after, block * kBlock + lane, x);
   }
   scale_sums.flush(check);
   check.flush(job.check);
@@ -342,29 +335,26 @@ template <class B, bool kQuads>
 __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_constant__ CudaJob job) {
   const int bits = code_bits<B>(job.scheme);
   const uint32_t lane = threadIdx.x & 31;
-  const uint64_t stride = job.main_blocks * 8ull, items = block_count(job);
+  const uint64_t blocks = block_count(job);
   const Scheme& scheme = job.scheme;
   Check check;
-  // The first thread blocks look at the head and take the tails: those of a full device start last.
-  const uint32_t head = job.head.expected ? 1 : 0, others = gridDim.x - job.main_blocks;
-  if (blockIdx.x < others) {
-    report(job, blockIdx.x < head ? check_head(job) : decode_any<B, true>(job, blockIdx.x - head, others - head, check),
-           check);
-    return;
-  }
+  const uint32_t head = job.head.expected ? 1 : 0;  // the first thread block looks at the head
+  if (blockIdx.x < head) return report(job, check_head(job), check);
+  const uint32_t self = blockIdx.x - head;
+  uint32_t problem = 0;
+  if (self < job.busy) problem = decode_any<B, true>(job, self, job.busy, check);
   __shared__ float table[B::kTableFloats + 1];
   fetch_table<B>(scheme, table);
   ScaleSums scale_sums;
   TensorPlace place;
-  uint32_t problem = 0;
   typename HeldWords<B, kQuads>::Type held;
-  const bool chunks = chunked(scheme);
-  uint64_t i = (blockIdx.x - others) * 8ull + (threadIdx.x >> 5);
-  place.prefetch_slot(job, chunks ? i / 32 : i, job.items);
-  for (; i < items; i += stride) {
+  const uint32_t shift = chunked(scheme) ? 5 : 0;  // from blocks to items
+  Walk walk(job, self);
+  place.prefetch_slot(job, walk.at >> shift);
+  for (; walk.at < blocks; walk.go(job)) {
     place.go(job);
-    place.prefetch_slot(job, chunks ? (i + stride) / 32 : i + stride, job.items);
-    const uint64_t block = chunks ? (i / 32 - place.first_item) * 32 + i % 32 : i - place.first_item;
+    place.prefetch_slot(job, walk.next() >> shift);
+    const uint64_t block = walk.at - (place.first_item << shift);
     if (block >= place.full) continue;
     const uint32_t* words = job.body + place.region + block * kLane * bits;
     const uint32_t row0 = static_cast<uint32_t>(place.region / kLane + block * bits);
@@ -378,12 +368,14 @@ __global__ void __launch_bounds__(256, 4) decode_full_blocks(const __grid_consta
       if (scheme.scale_words > 1) scales[1] = __ldg(job.body + place.scales + unit * scheme.scale_words + 1);
       if (scheme.unit == 0 ? block == 0 : unit << job.unit_shift == block) {
         if (!B::scales_valid(scheme, scales)) problem |= kBadScales;
-        for (uint32_t s = 0; s < scheme.scale_words; ++s)
-          scale_sums.add(lane, scales[s], place.scales + unit * scheme.scale_words + s, check);
+#pragma unroll
+        for (uint32_t w = 0; w < 2; ++w)
+          if (w < scheme.scale_words)
+            scale_sums.add(lane, scales[w], place.scales + unit * scheme.scale_words + w, check);
       }
       p = B::make_params(scheme, scales);
-      if constexpr (B::kTableFloats > 0) p.table = table;
     }
+    if constexpr (B::kTableFloats > 0) p.table = table;
     const uint32_t seen = held.decode(job, place.out, block * kBlock, words, row0, lane, p, check);
     if (B::bad(seen, scheme)) problem |= kBadCodes;
   }

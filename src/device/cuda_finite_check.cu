@@ -7,9 +7,8 @@ namespace gradwire {
 namespace {
 
 // Sixteen bytes a thread; what does not fill them, or does not begin at a multiple of them, goes one by one.
-__global__ void check_kernel(Pack<ResultSpan> pack, uint32_t* words) {
-  const ResultSpan span = pack.spans[blockIdx.y];
-  const uint64_t at = blockIdx.x * uint64_t{kPackThreads} + threadIdx.x, step = gridDim.x * uint64_t{kPackThreads};
+__global__ void check_kernel(const __grid_constant__ Pack<ResultSpan> pack, uint32_t* words) {
+  const auto [span, at, step] = pack.turn();
   bool bad = false;
   if (span.dtype == DType::f32) {
     auto* data = static_cast<uint32_t*>(span.data);
@@ -35,14 +34,12 @@ __global__ void check_kernel(Pack<ResultSpan> pack, uint32_t* words) {
   if (bad) atomicOr(words, 1u);
 }
 
-__global__ void copy_kernel(Pack<CopySpan> pack, const uint32_t* words) {
+__global__ void copy_kernel(const __grid_constant__ Pack<CopySpan> pack, const uint32_t* words) {
   if (*words == 0) return;
-  const CopySpan span = pack.spans[blockIdx.y];
+  const auto [span, at, step] = pack.turn();
   const auto* from = static_cast<const uint16_t*>(span.from);
   auto* to = static_cast<uint16_t*>(span.to);
-  for (uint64_t i = blockIdx.x * uint64_t{kPackThreads} + threadIdx.x; i < span.count / 2;
-       i += gridDim.x * uint64_t{kPackThreads})
-    to[i] = from[i];
+  for (uint64_t i = at; i < span.count / 2; i += step) to[i] = from[i];
 }
 
 __global__ void end_kernel(uint32_t* words) {
@@ -54,20 +51,20 @@ __global__ void end_kernel(uint32_t* words) {
 }  // namespace
 
 void cuda_check_finite(int index, void* stream, std::span<const ResultSpan> results, uint32_t* words) {
-  in_packs(index, results, 4, [&](const Pack<ResultSpan>& pack, dim3 grid) {
-    check_kernel<<<grid, kPackThreads, 0, static_cast<cudaStream_t>(stream)>>>(pack, words);
+  in_packs(index, results, 4, [&](const Pack<ResultSpan>& pack, unsigned blocks) {
+    enqueue<check_kernel>(blocks, kPackThreads, 0, static_cast<cudaStream_t>(stream), pack, words);
   });
 }
 
 void cuda_copy_if_bad(int index, void* stream, std::span<const CopySpan> spans, const uint32_t* words) {
-  in_packs(index, spans, 16, [&](const Pack<CopySpan>& pack, dim3 grid) {
-    copy_kernel<<<grid, kPackThreads, 0, static_cast<cudaStream_t>(stream)>>>(pack, words);
+  in_packs(index, spans, 16, [&](const Pack<CopySpan>& pack, unsigned blocks) {
+    enqueue<copy_kernel>(blocks, kPackThreads, 0, static_cast<cudaStream_t>(stream), pack, words);
   });
 }
 
 void cuda_end_check(int index, void* stream, uint32_t* words) {
   cuda_throw(cudaSetDevice(index), "cudaSetDevice");
-  end_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(words);
+  enqueue<end_kernel>(1, 1, 0, static_cast<cudaStream_t>(stream), words);
   cuda_throw(cudaGetLastError(), "kernel launch");
 }
 

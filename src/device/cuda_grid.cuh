@@ -18,26 +18,38 @@ unsigned limited(uint64_t wanted, int per_sm) {
       1, std::min<uint64_t>(wanted, static_cast<uint64_t>(multiprocessors()) * std::max(per_sm, 1))));
 }
 
-template <auto kKernel, class... Args>
-void enqueue(dim3 blocks, unsigned threads, unsigned shared, cudaStream_t stream, const Args&... args) {
-  kKernel<<<blocks, threads, shared, stream>>>(args...);
-  cuda_throw(cudaGetLastError(), "kernel launch");
+// Kernels for full blocks (cuda_fast.cuh) take runs that are as long as possible, up to kMostRun, and such that all
+// warps get the same. A tail takes a thread block about as long as kTailCosts blocks take its warps.
+void share_out(CudaJob& job, uint64_t blocks, unsigned warps_per_block) {
+  constexpr uint64_t kMostRun = 32, kTailCosts = 4;
+  job.busy = job.tails ? std::min(job.piece_count, job.main_blocks) : 0;
+  const uint64_t warps = uint64_t{job.main_blocks} * warps_per_block;
+  const uint64_t each = div_up(blocks + job.busy * kTailCosts * warps_per_block, warps);
+  job.run = static_cast<uint32_t>(div_up(each, div_up(each, job.piece_count == 1 ? 1 : kMostRun)));
+  job.aside = static_cast<uint32_t>(min_u64(kTailCosts, job.run));
+}
+
+// How many thread blocks of a kernel a multiprocessor holds, with so much shared memory each. Before the kernel is
+// started, because it may then use more than 48 KiB.
+template <auto kKernel>
+int per_multiprocessor(unsigned threads, size_t shared) {
+  int blocks = 1;
+  if (shared > 0)
+    cuda_throw(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
+               "shared memory");
+  cuda_throw(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, static_cast<int>(threads), shared),
+             "occupancy");
+  return blocks;
 }
 
 // Enough thread blocks to fill the device, no more: kernels walk over their items, and each adds one partial sum.
-// `extra` thread blocks come before those, for tails and for the head of a message. `more` are further arguments of the
-// kernel.
+// `extra` thread blocks come before those, for the head of a message. `more` are further arguments of the kernel.
 template <auto kKernel, unsigned kShared = 0, class... More>
 void launch(CudaJob job, uint64_t items, unsigned items_per_block, unsigned threads, cudaStream_t stream,
             unsigned extra = 0, const More&... more) {
-  static const int per_sm = [&] {
-    int blocks = 1;
-    if (kShared > 0)
-      cuda_throw(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared), "shared memory");
-    cuda_throw(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, threads, kShared), "occupancy");
-    return blocks;
-  }();
+  static const int per_sm = per_multiprocessor<kKernel>(threads, kShared);
   const unsigned room = limited(~uint64_t{0}, per_sm);
   job.main_blocks = std::min(limited(div_up(items, items_per_block), per_sm), room > extra ? room - extra : 1);
+  share_out(job, items, items_per_block);
   enqueue<kKernel>(job.main_blocks + extra, threads, kShared, stream, job, more...);
 }

@@ -5,6 +5,8 @@
 
 constexpr uint32_t kFull = 0xffffffffu;
 
+__device__ __forceinline__ uint64_t step_of(const CudaHead& head) { return head.clock ? *head.clock : head.step; }
+
 // XXH64 (seed 0) of a head without its two checks, which are the last 16 bytes of the header. The first warp of the
 // block runs the hash's four chains side by side.
 __device__ uint64_t device_head_check(const std::byte* head, uint32_t bytes) {
@@ -65,8 +67,8 @@ __device__ uint32_t check_head(const CudaJob& job) {
       problem |= kBadHead;
   }
   const uint32_t* body = reinterpret_cast<const uint32_t*>(message + head.bytes);
-  for (uint32_t g = 0; g < head.gap_count; ++g)
-    for (uint64_t w = head.gaps[2 * g] + threadIdx.x; w < head.gaps[2 * g + 1]; w += blockDim.x)
+  for (uint32_t g = threadIdx.x - 32; threadIdx.x >= 32 && g < head.gap_count; g += blockDim.x - 32)
+    for (uint64_t w = head.gaps[2 * g]; w < head.gaps[2 * g + 1]; ++w)  // a few words between two regions
       if (body[w] != 0) problem |= kBadPadding;
   const uint64_t found = threadIdx.x < 32 ? device_head_check(message, head.bytes) : 0;
   if (threadIdx.x == 0) {
@@ -74,7 +76,7 @@ __device__ uint32_t check_head(const CudaJob& job) {
                    world = *reinterpret_cast<const uint32_t*>(message + wire::header::world);
     if (found != *reinterpret_cast<const uint64_t*>(message + wire::header::head_check)) problem |= kBadHead;
     if (rank >= world) problem |= kBadStamp;
-    if (head.has_stamp && (*reinterpret_cast<const uint64_t*>(message + wire::header::step) != head.step ||
+    if (head.has_stamp && (*reinterpret_cast<const uint64_t*>(message + wire::header::step) != step_of(head) ||
                            *reinterpret_cast<const uint32_t*>(message + wire::header::stage) != head.stage ||
                            rank != head.rank || world != head.world))
       problem |= kBadStamp;

@@ -48,7 +48,8 @@ struct CudaHead {
   uint32_t bytes = 0;
   uint64_t step = 0;
   uint32_t stage = 0, rank = 0, world = 0;
-  uint64_t head_check = 0;  // encode: of the head with this stamp
+  const uint64_t* clock = nullptr;  // device: where the step stands; null: it is `step`
+  uint64_t head_check = 0;          // encode, without a clock: of the head with this stamp
   uint64_t body_words = 0;
   const uint64_t* gaps = nullptr;  // device: pairs [from, to) of body words between regions
   uint32_t gap_count = 0;
@@ -71,8 +72,11 @@ struct CudaJob {
   bool feedback = false, add = false;
   bool tails = false;        // the group has pieces that end in a partial block
   bool aligned = false;      // every tensor of the group is aligned to 16 bytes
-  uint32_t main_blocks = 0;  // thread blocks for full blocks; others come before them, for the head and the tails
-  uint32_t unit_shift = 0;   // units of one block or more: block >> unit_shift is the unit
+  uint32_t main_blocks = 0;  // thread blocks that share the items; one more comes before them if there is a head
+  // How warps share the full blocks: each takes `run` neighbours at a time. The first `busy` thread blocks do tails
+  // before, so their warps take `aside` fewer.
+  uint32_t run = 1, busy = 0, aside = 0;
+  uint32_t unit_shift = 0;  // units of one block or more: block >> unit_shift is the unit
   // Of the residual that is added, its decay included, and of the new one.
   float loss_scale = 1, unscale = 1;
   const uint64_t* keys = nullptr;  // tensor_key() of every tensor for this call
@@ -97,20 +101,23 @@ GW_HD inline uint64_t block_count(const CudaJob& job) { return job.items * (chun
 
 // Starts a call: clears the sums, makes the tensors' keys, and puts `count` addresses into a table on the device.
 struct CudaBegin {
-  unsigned long long* check;
-  uint32_t* status;  // decode; null: left alone
-  uint64_t call;     // encode: call_key()
-  const uint64_t* name_hashes;
-  uint64_t* keys;  // encode; null: none
-  uint32_t tensors;
+  unsigned long long* check = nullptr;
+  uint32_t* status = nullptr;   // decode; null: left alone
+  uint64_t seed = 0, step = 0;  // encode: what call_key() is made of
+  uint32_t stage = 0, rank = 0;
+  const uint64_t* clock = nullptr;  // as in CudaHead
+  const uint64_t* name_hashes = nullptr;
+  uint64_t* keys = nullptr;  // encode; null: none
+  uint32_t tensors = 0;
 };
 void cuda_begin(const CudaBegin& begin, const void* const* host, const void** device, size_t count,
                 cudaStream_t stream);
 void cuda_encode(const CudaJob& job, cudaStream_t stream);
 void cuda_decode(const CudaJob& job, cudaStream_t stream);
 void cuda_finish_encode(const CudaHead& head, std::byte* message, const unsigned long long* check, cudaStream_t stream);
-// Once the jobs of a message are done: adds to the sticky word what went wrong, and if anything did, fills the group's
-// outputs with NaN. `job` may have no items; the first of a message also does the adding.
+// Once the jobs of a message are done: adds to the sticky word, which is the host's memory, what went wrong, and if
+// anything did, fills the group's outputs with NaN. `job` may have no items; the first of a message also does the
+// adding.
 void cuda_finish_decode(const CudaJob& job, uint32_t* sticky, bool first, cudaStream_t stream);
 void cuda_check_head(const CudaJob& job, cudaStream_t stream);  // alone, for a message without elements
 
@@ -124,6 +131,8 @@ void cuda_sample(std::span<const CudaPick> picks, DType residual, float loss_sca
 
 // Bytes of the host, to memory of the device. They are arguments of launches, so nothing waits.
 void cuda_store(std::byte* to, std::span<const std::byte> from, cudaStream_t stream);
+
+void cuda_set_clock(uint64_t* clock, uint64_t step, cudaStream_t stream);
 
 void cuda_throw(cudaError_t code, const char* what);  // Error{device} unless it is cudaSuccess
 

@@ -5,7 +5,16 @@
 
 #include "device/cuda_grid.cuh"
 
-unsigned tail_blocks(const CudaJob& job) { return job.tails ? limited(job.piece_count, 1) : 0; }
+// The shared memory that a thread block may ask for on this GPU, in bytes.
+unsigned most_shared() {
+  static const int bytes = [] {
+    int device = 0, most = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return most;
+  }();
+  return static_cast<unsigned>(bytes);
+}
 
 struct CudaEncodeCall {
   const CudaJob& job;
@@ -17,9 +26,9 @@ struct CudaEncodeCall {
     if constexpr (B::kCodeBits <= 8) {
       if (chunked(job.scheme)) {
         if (job.feedback)
-          launch<encode_chunks<B, true>>(job, job.items, 1, 1024, stream);
+          run_chunks<B, true>();
         else
-          launch<encode_chunks<B, false>>(job, job.items, 1, 1024, stream);
+          run_chunks<B, false>();
         return;
       }
     }
@@ -29,12 +38,19 @@ struct CudaEncodeCall {
       run_blocks<B, false>();
   }
   template <class B, bool kFeedback>
+  void run_chunks() {
+    constexpr unsigned kAhead = 32 * kBlock * sizeof(float), kElse = 4096;
+    if (job.dtype == DType::f32 && job.aligned && kAhead + kElse <= most_shared())
+      launch<encode_chunks<B, kFeedback, true>, kAhead>(job, job.items, 1, 1024, stream);
+    else
+      launch<encode_chunks<B, kFeedback, false>>(job, job.items, 1, 1024, stream);
+  }
+  template <class B, bool kFeedback>
   void run_blocks() {
     if (!block_wise(job.scheme)) {
-      launch<encode_blocks<B, kFeedback, false>>(job, job.items, 8, 256, stream);
+      launch<encode_blocks<B, kFeedback>>(job, job.items, 8, 256, stream);
       return;
     }
-    if (job.tails) launch<encode_blocks<B, kFeedback, true>>(job, job.piece_count, 1, 256, stream);
     if constexpr (!kFeedback) {
       if (job.dtype == DType::f32 && job.aligned) {
         launch<encode_full_blocks<B, false, true>, 8 * 2 * kBlock * sizeof(float)>(job, job.items, 8, 256, stream);
@@ -57,10 +73,10 @@ struct CudaDecodeCall {
     }
     if constexpr (B::kCodeBits == 1 || B::kCodeBits == 2 || B::kCodeBits == 4) {
       if (job.aligned && job.dtype == DType::f32 && !job.add) {
-        launch<decode_full_blocks<B, true>>(job, block_count(job), 8, 256, stream, tail_blocks(job) + head);
+        launch<decode_full_blocks<B, true>>(job, block_count(job), 8, 256, stream, head);
         return;
       }
     }
-    launch<decode_full_blocks<B, false>>(job, block_count(job), 8, 256, stream, tail_blocks(job) + head);
+    launch<decode_full_blocks<B, false>>(job, block_count(job), 8, 256, stream, head);
   }
 };

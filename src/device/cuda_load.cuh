@@ -39,14 +39,29 @@ __device__ __forceinline__ float widen_at(const void* data, DType dtype, uint64_
   return dtype == DType::f16 ? f16_to_f32(h) : bf16_to_f32(h);
 }
 
+// Adds what error feedback has kept of a block: `before`, or null.
+__device__ __forceinline__ void add_residuals(const CudaJob& job, const CudaPiece& piece, const void* before,
+                                              uint64_t block, uint32_t lane, float (&x)[32]) {
+  const uint64_t at = block * kBlock + lane;
+  if (before == nullptr) return;
+  if (piece.count - block * kBlock >= kBlock && job.residual == DType::f32) {
+    const float* from = static_cast<const float*>(before) + at;
+#pragma unroll
+    for (int row = 0; row < 32; ++row) x[row] = x[row] + __ldcs(from + row * 32) * job.loss_scale;
+  } else {
+#pragma unroll
+    for (int row = 0; row < 32; ++row)
+      if (at + row * 32 < piece.count) x[row] = x[row] + widen_at(before, job.residual, at + row * 32) * job.loss_scale;
+  }
+}
+
 // A block's values, feedback added; zero beyond the tensor's end.
 template <bool kFeedback>
 __device__ __forceinline__ void load_block(const CudaJob& job, const CudaPiece& piece, uint64_t block, uint32_t lane,
                                            float (&x)[32]) {
   const uint64_t at = block * kBlock + lane;
   const void* in = job.in[piece.tensor];
-  const bool whole = piece.count - block * kBlock >= kBlock;
-  if (whole && job.dtype == DType::f32) {
+  if (piece.count - block * kBlock >= kBlock && job.dtype == DType::f32) {
     const float* from = static_cast<const float*>(in) + at;
 #pragma unroll
     for (int row = 0; row < 32; ++row) x[row] = __ldcs(from + row * 32);
@@ -55,23 +70,15 @@ __device__ __forceinline__ void load_block(const CudaJob& job, const CudaPiece& 
     for (int row = 0; row < 32; ++row)
       x[row] = at + row * 32 < piece.count ? widen_at(in, job.dtype, at + row * 32) : 0.0f;
   }
-  if constexpr (kFeedback) {
-    const void* before = job.before[piece.tensor];
-    if (before == nullptr) return;
-    if (whole && job.residual == DType::f32) {
-      const float* from = static_cast<const float*>(before) + at;
-#pragma unroll
-      for (int row = 0; row < 32; ++row) x[row] = x[row] + __ldcs(from + row * 32) * job.loss_scale;
-    } else {
-#pragma unroll
-      for (int row = 0; row < 32; ++row)
-        if (at + row * 32 < piece.count)
-          x[row] = x[row] + widen_at(before, job.residual, at + row * 32) * job.loss_scale;
-    }
-  }
+  if constexpr (kFeedback) add_residuals(job, piece, job.before[piece.tensor], block, lane, x);
 }
 
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// A full block, one line per lane.
+__device__ __forceinline__ void prefetch_block(const void* data, DType dtype, uint64_t block, uint32_t lane) {
+  prefetch(static_cast<const char*>(data) + (block * kBlock + lane * 32) * (dtype == DType::f32 ? 4 : 2));
+}
 
 // Asks the cache for the block that this warp takes in the next tile of its thread block, one line per lane. Tiles are
 // handed out to thread blocks in turn. kFeedback: for its residuals as well.
@@ -79,10 +86,10 @@ template <bool kFeedback>
 __device__ __forceinline__ void prefetch_tile(const CudaJob& job, const CudaPiece& piece, uint64_t block,
                                               uint32_t lane) {
   if ((block + 32ull * gridDim.x + 1) * kBlock > piece.count) return;
-  const uint64_t next = (block + 32ull * gridDim.x) * kBlock + lane * 32;
-  prefetch(static_cast<const char*>(job.in[piece.tensor]) + next * (job.dtype == DType::f32 ? 4 : 2));
+  const uint64_t next = block + 32ull * gridDim.x;
+  prefetch_block(job.in[piece.tensor], job.dtype, next, lane);
   if (kFeedback && job.before[piece.tensor] != nullptr)
-    prefetch(static_cast<const char*>(job.before[piece.tensor]) + next * (job.residual == DType::f32 ? 4 : 2));
+    prefetch_block(job.before[piece.tensor], job.residual, next, lane);
 }
 
 // r holds (x - decoded) * unscale; where that is NaN the unit was marked and keeps what it had.

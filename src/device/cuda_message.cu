@@ -8,6 +8,7 @@
 
 #include "core/checksum.h"
 #include "core/random.h"
+#include "device/cuda_enqueue.cuh"
 #include "device/cuda_job.h"
 
 namespace gradwire {
@@ -32,9 +33,10 @@ __global__ void begin_kernel(const __grid_constant__ PointerPack pack, const __g
   if (!first) return;
   if (threadIdx.x == 0) *begin.check = 0;
   if (threadIdx.x == 0 && begin.status) *begin.status = 0;
-  if (begin.keys)
-    for (unsigned i = threadIdx.x; i < begin.tensors; i += blockDim.x)
-      begin.keys[i] = tensor_key(begin.call, begin.name_hashes[i]);
+  if (!begin.keys) return;
+  const uint64_t call = call_key(begin.seed, begin.clock ? *begin.clock : begin.step, begin.stage, begin.rank);
+  for (unsigned i = threadIdx.x; i < begin.tensors; i += blockDim.x)
+    begin.keys[i] = tensor_key(call, begin.name_hashes[i]);
 }
 
 __global__ void finish_kernel(const __grid_constant__ CudaHead head, std::byte* message,
@@ -42,17 +44,22 @@ __global__ void finish_kernel(const __grid_constant__ CudaHead head, std::byte* 
   for (uint32_t i = threadIdx.x; i < head.bytes / 16; i += blockDim.x)
     reinterpret_cast<uint4*>(message)[i] = reinterpret_cast<const uint4*>(head.expected)[i];
   uint32_t* body = reinterpret_cast<uint32_t*>(message + head.bytes);
-  for (uint32_t g = 0; g < head.gap_count; ++g)
-    for (uint64_t w = head.gaps[2 * g] + threadIdx.x; w < head.gaps[2 * g + 1]; w += blockDim.x) body[w] = 0;
+  for (uint32_t g = threadIdx.x; g < head.gap_count; g += blockDim.x)
+    for (uint64_t w = head.gaps[2 * g]; w < head.gaps[2 * g + 1]; ++w) body[w] = 0;
   __syncthreads();
   if (threadIdx.x == 0) {
-    *reinterpret_cast<uint64_t*>(message + wire::header::step) = head.step;
+    *reinterpret_cast<uint64_t*>(message + wire::header::step) = step_of(head);
     *reinterpret_cast<uint32_t*>(message + wire::header::stage) = head.stage;
     *reinterpret_cast<uint32_t*>(message + wire::header::rank) = head.rank;
     *reinterpret_cast<uint32_t*>(message + wire::header::world) = head.world;
     *reinterpret_cast<uint64_t*>(message + wire::header::head_check) = head.head_check;
     *reinterpret_cast<uint64_t*>(message + wire::header::body_check) = seal(*check, head.body_words);
   }
+  if (!head.clock) return;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  const uint64_t found = device_head_check(message, head.bytes);  // the host does not know the step
+  if (threadIdx.x == 0) *reinterpret_cast<uint64_t*>(message + wire::header::head_check) = found;
 }
 
 __global__ void head_kernel(const __grid_constant__ CudaJob job) {
@@ -66,7 +73,7 @@ __global__ void finish_decode_kernel(const __grid_constant__ CudaJob job, uint32
       *reinterpret_cast<const uint64_t*>(job.message + wire::header::body_check))
     problem |= kBadBody;
   if (problem == 0) return;
-  if (first && blockIdx.x == 0 && threadIdx.x == 0) atomicOr(sticky, problem);  // until wait() reads it
+  if (first && blockIdx.x == 0 && threadIdx.x == 0) *sticky |= problem;  // nobody else writes, until wait() reads it
   for (uint64_t i = blockIdx.x; i < block_count(job); i += gridDim.x) {
     const Item item = block_of(job, i);
     for (uint64_t e = item.number * kBlock + threadIdx.x; e < min_u64(item.piece.count, (item.number + 1) * kBlock);
@@ -98,7 +105,13 @@ __global__ void store_kernel(const __grid_constant__ StorePack pack, std::byte* 
   for (unsigned i = threadIdx.x; i < count; i += blockDim.x) to[i] = pack.bytes[i];
 }
 
+__global__ void clock_kernel(uint64_t* clock, uint64_t step) { *clock = step; }
+
 }  // namespace
+
+void cuda_set_clock(uint64_t* clock, uint64_t step, cudaStream_t stream) {
+  enqueue<clock_kernel>(1, 1, 0, stream, clock, step);
+}
 
 void cuda_begin(const CudaBegin& begin, const void* const* host, const void** device, size_t count,
                 cudaStream_t stream) {

@@ -8,10 +8,9 @@
 namespace gradwire {
 namespace {
 
-__global__ void divide_kernel(Pack<SumSpan> pack, float divisor) {
-  const SumSpan sum = pack.spans[blockIdx.y];
-  for (uint64_t i = blockIdx.x * uint64_t{kPackThreads} + threadIdx.x; i < sum.count;
-       i += gridDim.x * uint64_t{kPackThreads}) {
+__global__ void divide_kernel(const __grid_constant__ Pack<SumSpan> pack, float divisor) {
+  const auto [sum, at, step] = pack.turn();
+  for (uint64_t i = at; i < sum.count; i += step) {
     const uint32_t before = float_bits(sum.data[i]);
     uint32_t after = kMarker;
     if ((before & 0x7fffffffu) <= kInfBits) after = float_bits(__fdiv_rn(bits_float(before), divisor));
@@ -19,27 +18,25 @@ __global__ void divide_kernel(Pack<SumSpan> pack, float divisor) {
   }
 }
 
-__global__ void narrow_kernel(Pack<NarrowSpan> pack) {
-  const NarrowSpan& s = pack.spans[blockIdx.y];
+__global__ void narrow_kernel(const __grid_constant__ Pack<NarrowSpan> pack) {
+  const auto [s, at, step] = pack.turn();
   const float* from = s.from;
   auto* to = static_cast<uint16_t*>(s.to);
   const bool half = s.dtype == DType::f16;
-  for (uint64_t i = blockIdx.x * uint64_t{kPackThreads} + threadIdx.x; i < s.count;
-       i += gridDim.x * uint64_t{kPackThreads})
-    to[i] = half ? f32_to_f16(from[i]) : f32_to_bf16(from[i]);
+  for (uint64_t i = at; i < s.count; i += step) to[i] = half ? f32_to_f16(from[i]) : f32_to_bf16(from[i]);
 }
 
 }  // namespace
 
 void cuda_divide(int index, void* stream, std::span<const SumSpan> sums, float divisor) {
-  in_packs(index, sums, 1, [&](const Pack<SumSpan>& pack, dim3 grid) {
-    divide_kernel<<<grid, kPackThreads, 0, static_cast<cudaStream_t>(stream)>>>(pack, divisor);
+  in_packs(index, sums, 1, [&](const Pack<SumSpan>& pack, unsigned blocks) {
+    enqueue<divide_kernel>(blocks, kPackThreads, 0, static_cast<cudaStream_t>(stream), pack, divisor);
   });
 }
 
 void cuda_narrow(int index, void* stream, std::span<const NarrowSpan> spans) {
-  in_packs(index, spans, 1, [&](const Pack<NarrowSpan>& pack, dim3 grid) {
-    narrow_kernel<<<grid, kPackThreads, 0, static_cast<cudaStream_t>(stream)>>>(pack);
+  in_packs(index, spans, 1, [&](const Pack<NarrowSpan>& pack, unsigned blocks) {
+    enqueue<narrow_kernel>(blocks, kPackThreads, 0, static_cast<cudaStream_t>(stream), pack);
   });
 }
 

@@ -31,9 +31,6 @@ std::unique_ptr<ErrorFeedback::Pointers> ErrorFeedback::begin(Direction directio
 }
 void ErrorFeedback::commit(uint64_t step) { state_->store.commit(step); }
 void ErrorFeedback::rollback(uint64_t step) { state_->store.rollback(step); }
-void ErrorFeedback::commit_if_finite(uint64_t step, FiniteCheck& finite, const Device& device) {
-  state_->store.commit_if_finite(step, finite, device);
-}
 std::optional<uint64_t> ErrorFeedback::open_step() const { return state_->store.open_step(); }
 
 void ErrorFeedback::save(const std::string& path) const {

@@ -16,4 +16,8 @@ struct ErrorFeedback::State {
   std::map<std::string, std::vector<std::byte>> extras;
 };
 
+struct FeedbackAccess {
+  static ResidualStore& store(ErrorFeedback& feedback) { return feedback.state_->store; }
+};
+
 }  // namespace gradwire

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <utility>
 
@@ -23,14 +24,20 @@ uint64_t begun_elements(const Residual& residual) {
   return covered;
 }
 
+uint64_t next_version() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
+
 }  // namespace
 
 ResidualStore::ResidualStore(DType dtype, const Device& device)
-    : dtype_(dtype), device_(device), memory_(memory_of(device)) {
+    : dtype_(dtype), device_(device), memory_(memory_of(device)), version_(next_version()) {
   if (dtype == DType::f16) refuse_usage("residual dtype is f16; allowed are f32 and bf16", "residual");
 }
 
 Residual& ResidualStore::make(const ResidualKey& key, uint64_t count) {
+  version_ = next_version();
   const auto buffer = [&] { return Buffer(memory_, Buffer::Place::device, bytes(count)); };
   return residuals_.emplace(key, Residual{count, buffer(), buffer()}).first->second;
 }
@@ -83,43 +90,66 @@ Residual* ResidualStore::find(Direction direction, const std::string& name, uint
 
 std::unique_ptr<ErrorFeedback::Pointers> ResidualStore::begin(Direction direction, uint64_t step,
                                                               std::span<const TensorSpec> tensors, float loss_scale) {
+  auto pointers = std::make_unique<ErrorFeedback::Pointers>();
+  begin(places(direction, tensors), step, loss_scale, *pointers);
+  return pointers;
+}
+
+ResidualPlaces ResidualStore::places(Direction direction, std::span<const TensorSpec> tensors) {
+  ResidualPlaces places{.list = {}, .version = version_};
+  for (const TensorSpec& tensor : tensors) {
+    uint64_t from = 0;
+    Residual* residual = tensor.count ? find(direction, tensor.name, tensor.first, tensor.count, from) : nullptr;
+    places.list.push_back({residual, tensor.first, tensor.count, from});
+  }
+  return places;
+}
+
+void ResidualStore::begin(const ResidualPlaces& places, uint64_t step, float loss_scale,
+                          ErrorFeedback::Pointers& pointers) {
+  GW_CHECK(holds(places));
   if (!(loss_scale > 0) || !std::isfinite(loss_scale))
     refuse_usage(fmt::format("loss_scale is {}; it must be finite and above 0", loss_scale), "loss_scale");
   if (open_ && *open_ != step)
     refuse_usage(fmt::format("step {} cannot begin: step {} is open; commit it or roll it back first", step, *open_),
                  "step");
-  auto pointers = std::make_unique<ErrorFeedback::Pointers>();
-  std::vector<std::pair<Residual*, uint64_t>> marked;
+  pointers.before.clear();
+  pointers.after.clear();
+  bool any = false;
+  size_t marked = 0;
   try {
-    for (const TensorSpec& tensor : tensors) {
-      uint64_t start = 0;
-      Residual* residual = tensor.count ? find(direction, tensor.name, tensor.first, tensor.count, start) : nullptr;
+    for (; marked < places.list.size(); ++marked) {
+      const auto& [residual, first, count, from] = places.list[marked];
       if (!residual) {
-        pointers->before.push_back(nullptr);
-        pointers->after.push_back(nullptr);
+        pointers.before.push_back(nullptr);
+        pointers.after.push_back(nullptr);
         continue;
       }
-      const auto next = residual->begun.lower_bound(tensor.first);
-      const bool clear =
-          (next == residual->begun.end() || next->first - tensor.first >= tensor.count) &&
-          (next == residual->begun.begin() || tensor.first - std::prev(next)->first >= std::prev(next)->second);
+      const auto next = residual->begun.lower_bound(first);
+      const bool clear = (next == residual->begun.end() || next->first - first >= count) &&
+                         (next == residual->begun.begin() || first - std::prev(next)->first >= std::prev(next)->second);
       if (!clear)
-        refuse_usage(fmt::format("tensor '{}': elements {} to {} were begun before in step {}", tensor.name,
-                                 tensor.first, tensor.first + tensor.count, step),
+        refuse_usage(fmt::format("tensor '{}': elements {} to {} were begun before in step {}", name_at(*residual),
+                                 first, first + count, step),
                      "step");
-      residual->begun.emplace_hint(next, tensor.first, tensor.count);
-      marked.emplace_back(residual, tensor.first);
-      pointers->before.push_back(residual->current.at(bytes(tensor.first - start)));
-      pointers->after.push_back(residual->next.at(bytes(tensor.first - start)));
+      residual->begun.emplace_hint(next, first, count);
+      any = true;
+      pointers.before.push_back(residual->current.at(bytes(first - from)));
+      pointers.after.push_back(residual->next.at(bytes(first - from)));
     }
   } catch (...) {
     // All of the list or nothing of it is begun, so that the caller can correct it and begin again.
-    for (auto [residual, first] : marked) residual->begun.erase(first);
+    for (size_t i = 0; i < marked; ++i)
+      if (places.list[i].residual) places.list[i].residual->begun.erase(places.list[i].first);
     throw;
   }
-  if (!marked.empty()) open_ = step;
-  pointers->residuals = {pointers->before, pointers->after, dtype_, loss_scale};
-  return pointers;
+  if (any) open_ = step;
+  pointers.residuals = {pointers.before, pointers.after, dtype_, loss_scale};
+}
+
+const std::string& ResidualStore::name_at(const Residual& residual) const {
+  return std::find_if(residuals_.begin(), residuals_.end(), [&](const auto& one) { return &one.second == &residual; })
+      ->first.name;
 }
 
 // Ends the open step if it is `step`; says whether there is anything to decide.

@@ -46,6 +46,16 @@ struct Residual {
   std::map<uint64_t, uint64_t> begun{};  // first element (of the tensor) -> count; disjoint
 };
 
+// Where the residuals of some tensors stand in a store. They stay there until one is added, or the store is another.
+struct ResidualPlaces {
+  struct Place {
+    Residual* residual;           // null: the tensor has none
+    uint64_t first, count, from;  // elements of the tensor, and the one that the residual starts at
+  };
+  std::vector<Place> list;
+  uint64_t version = 0;
+};
+
 class ResidualStore {
  public:
   ResidualStore(DType dtype, const Device& device);  // dtype: f32 or bf16
@@ -55,6 +65,12 @@ class ResidualStore {
   bool holds(const ResidualKey& key, uint64_t count) const;
   std::unique_ptr<ErrorFeedback::Pointers> begin(Direction direction, uint64_t step,
                                                  std::span<const TensorSpec> tensors, float loss_scale);
+  // The same in two parts, for a caller who begins the same tensors in every step: finding a residual by its name takes
+  // longer than the rest.
+  ResidualPlaces places(Direction direction, std::span<const TensorSpec> tensors);
+  bool holds(const ResidualPlaces& places) const { return places.version == version_; }
+  uint64_t version() const { return version_; }
+  void begin(const ResidualPlaces& places, uint64_t step, float loss_scale, ErrorFeedback::Pointers& pointers);
   void commit(uint64_t step);
   void rollback(uint64_t step);
   // Commits if all results that `finite` has seen in this step are finite, else rolls back. On a GPU the choice is made
@@ -81,12 +97,14 @@ class ResidualStore {
  private:
   Residual* find(Direction direction, const std::string& name, uint64_t first, uint64_t count, uint64_t& start);
   const Residual& at(const ResidualKey& key) const;
+  const std::string& name_at(const Residual& residual) const;
   bool close(uint64_t step, const char* how);
 
   DType dtype_;
   Device device_;
   std::shared_ptr<Memory> memory_;
   std::map<ResidualKey, Residual> residuals_;
+  uint64_t version_;              // no two stores ever have the same, nor one before and after a residual was added
   std::optional<uint64_t> open_;  // the step that was begun and not yet decided
 };
 

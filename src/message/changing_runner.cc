@@ -2,6 +2,7 @@
 #include "message/changing_runner.h"
 
 #include <algorithm>
+#include <atomic>
 #include <iterator>
 #include <utility>
 
@@ -16,6 +17,11 @@ std::vector<Codec> codecs_of(const std::vector<TensorSpec>& specs) {
 ChangingRunner::ChangingRunner(std::vector<TensorSpec> specs, const Device& device)
     : device_(device), codings_{std::make_shared<Coding>(std::move(specs), device)} {}
 
+uint64_t ChangingRunner::next_id() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
+
 void ChangingRunner::recode(std::vector<TensorSpec> specs) {
   const std::vector<Codec> wanted = codecs_of(specs);
   const auto found = std::find_if(codings_.begin(), codings_.end(), [&](const std::shared_ptr<Coding>& coding) {
@@ -25,6 +31,7 @@ void ChangingRunner::recode(std::vector<TensorSpec> specs) {
   auto next = std::make_unique<Plan>(specs);
   if (runner().retable(*next)) {
     now().plan = std::move(next);
+    now().id = next_id();  // some numbers that follow from a table are arguments of kernels
     return;
   }
   if (codings_.size() == kKept) codings_.pop_back();  // before another is made

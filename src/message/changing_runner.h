@@ -24,6 +24,8 @@ class ChangingRunner {
   const Plan& plan() const { return *codings_.front()->plan; }
   void wait();  // throws what decoding found, in this step or in those before
   void poll();  // the same for what has been found so far, without waiting
+  // Of the runner in use with its tables: no other one has it or will have it, so what was recorded is known by it.
+  uint64_t id() const { return codings_.front()->id; }
 
  private:
   static constexpr size_t kKept = 4;
@@ -32,7 +34,9 @@ class ChangingRunner {
         : plan(std::make_unique<Plan>(std::move(specs))), runner(make_runner(*plan, device)) {}
     std::unique_ptr<Plan> plan;
     std::unique_ptr<Runner> runner;  // it refers to the plan
+    uint64_t id = next_id();
   };
+  static uint64_t next_id();
   Coding& now() { return *codings_.front(); }
 
   Device device_;

@@ -7,6 +7,7 @@
 
 #include <cstring>
 #include <map>
+#include <utility>
 
 #include "codec/cuda_unit.h"
 #include "codec/unit.h"
@@ -104,6 +105,7 @@ class CudaRunner final : public Runner {
         layout_(&layout_of(plan)),
         index_(device.index),
         stream_(static_cast<cudaStream_t>(device.stream)),
+        clock_(device.clock),
         head_(make_head(*layout_, {})) {
     use();
     make_groups();
@@ -149,14 +151,13 @@ class CudaRunner final : public Runner {
     hashes_ = arena_.at<uint64_t>(hashes_at);
     keys_ = arena_.at<uint64_t>(keys_at);
     status_ = reinterpret_cast<uint32_t*>(check_ + 1);
-    sticky_ = status_ + 1;
     host_pointers_.resize(3 * tensors);
-    cuda_throw(cudaMallocHost(reinterpret_cast<void**>(&host_status_), sizeof(uint32_t)), "cudaMallocHost");
-    *host_status_ = 0;
+    cuda_throw(cudaMallocHost(reinterpret_cast<void**>(&sticky_), sizeof(uint32_t)), "cudaMallocHost");
+    *sticky_ = 0;
   }
   ~CudaRunner() override {
     cudaStreamSynchronize(stream_);  // the arena may still be in use
-    cudaFreeHost(host_status_);
+    cudaFreeHost(sticky_);
   }
 
   const Plan& plan() const override { return *plan_; }
@@ -232,8 +233,15 @@ class CudaRunner final : public Runner {
       host_pointers_[n + at] = residuals ? residuals->before[i] : nullptr;
       host_pointers_[2 * n + at] = residuals ? residuals->after[i] : nullptr;
     }
-    const CudaBegin begin{check_,  nullptr, call_key(stamp.seed, stamp.step, stamp.stage, stamp.rank),
-                          hashes_, keys_,   static_cast<uint32_t>(n)};
+    const CudaBegin begin{.check = check_,
+                          .seed = stamp.seed,
+                          .step = stamp.step,
+                          .stage = stamp.stage,
+                          .rank = stamp.rank,
+                          .clock = clock_,
+                          .name_hashes = hashes_,
+                          .keys = keys_,
+                          .tensors = static_cast<uint32_t>(n)};
     cuda_begin(begin, host_pointers_.data(), pointers_, residuals ? 3 * n : n, stream_);
     for (const LaunchGroup& g : groups_) {
       CudaJob job = job_of(g, message.data());
@@ -254,9 +262,11 @@ class CudaRunner final : public Runner {
       else
         cuda_encode(job, stream_);
     }
-    set_stamp(head_, stamp);
     CudaHead head = device_head(stamp);
-    std::memcpy(&head.head_check, head_.data() + wire::header::head_check, sizeof head.head_check);
+    if (!clock_) {
+      set_stamp(head_, stamp);
+      std::memcpy(&head.head_check, head_.data() + wire::header::head_check, sizeof head.head_check);
+    }
     cuda_finish_encode(head, message.data(), check_, stream_);
   }
 
@@ -266,7 +276,7 @@ class CudaRunner final : public Runner {
     check_write(*layout_, write);
     use();
     for (size_t i = 0; i < tensors.size(); ++i) host_pointers_[place_of_[i]] = tensors[i];
-    cuda_begin({check_, status_, 0, nullptr, nullptr, 0}, host_pointers_.data(), pointers_, tensors.size(), stream_);
+    cuda_begin({.check = check_, .status = status_}, host_pointers_.data(), pointers_, tensors.size(), stream_);
     CudaHead head = device_head(expected ? *expected : Stamp{});
     head.has_stamp = expected != nullptr;
     std::vector<CudaJob>& jobs = jobs_;
@@ -299,20 +309,11 @@ class CudaRunner final : public Runner {
 
   void wait() override {
     use();
-    cuda_throw(cudaMemcpyAsync(host_status_, sticky_, sizeof(uint32_t), cudaMemcpyDeviceToHost, stream_),
-               "cudaMemcpyAsync");
-    cuda_throw(cudaMemsetAsync(sticky_, 0, sizeof(uint32_t), stream_), "cudaMemsetAsync");
     cuda_throw(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-    raise(*host_status_);
+    raise(std::exchange(*sticky_, 0));
   }
 
-  // What an earlier question was answered with; the host's word is written by the GPU while the host goes on.
-  void poll() override {
-    use();
-    raise(*static_cast<volatile uint32_t*>(host_status_));
-    cuda_throw(cudaMemcpyAsync(host_status_, sticky_, sizeof(uint32_t), cudaMemcpyDeviceToHost, stream_),
-               "cudaMemcpyAsync");
-  }
+  void poll() override { raise(*static_cast<volatile uint32_t*>(sticky_)); }
 
  private:
   static void raise(uint32_t status) {
@@ -419,6 +420,7 @@ class CudaRunner final : public Runner {
             stamp.stage,
             stamp.rank,
             stamp.world,
+            clock_,
             0,
             layout_->body_words,
             device_gaps_,
@@ -432,6 +434,7 @@ class CudaRunner final : public Runner {
   const Layout* layout_;
   int index_;
   cudaStream_t stream_;
+  const uint64_t* clock_;
   std::vector<std::byte> head_;
   std::vector<LaunchGroup> groups_;
   std::vector<uint32_t> place_of_;  // tensor -> its place in the pointer tables
@@ -443,7 +446,8 @@ class CudaRunner final : public Runner {
   uint64_t* keys_ = nullptr;
   const void** pointers_ = nullptr;
   unsigned long long* check_ = nullptr;
-  uint32_t *status_ = nullptr, *sticky_ = nullptr, *host_status_ = nullptr;
+  uint32_t* status_ = nullptr;
+  uint32_t* sticky_ = nullptr;  // in the host's memory, where the GPU writes while the host goes on
   std::vector<const void*> host_pointers_;
   std::vector<CudaJob> jobs_;
   Pinned sample_, scales_;

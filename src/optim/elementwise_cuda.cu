@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The element rules on a GPU: one thread per element, one row of thread blocks per array.
+// The element rules on a GPU: many arrays to a launch (device/cuda_packs.cuh).
 #include "device/cuda_packs.cuh"
 #include "optim/adam.h"
 #include "optim/momentum_rules.h"
@@ -9,19 +9,17 @@ namespace gradwire {
 namespace {
 
 template <class Rule>
-__global__ void elementwise_kernel(Pack<OptimizerSpan> pack, Rule rule) {
-  const OptimizerSpan s = pack.spans[blockIdx.y];
-  for (uint64_t i = blockIdx.x * uint64_t{kPackThreads} + threadIdx.x; i < s.count;
-       i += gridDim.x * uint64_t{kPackThreads})
-    rule(s, i);
+__global__ void elementwise_kernel(const __grid_constant__ Pack<OptimizerSpan> pack, Rule rule) {
+  const auto [s, at, step] = pack.turn();
+  for (uint64_t i = at; i < s.count; i += step) rule(s, i);
 }
 
 }  // namespace
 
 template <class Rule>
 void cuda_elementwise(int index, void* stream, std::span<const OptimizerSpan> spans, const Rule& rule) {
-  in_packs(index, spans, 1, [&](const Pack<OptimizerSpan>& pack, dim3 grid) {
-    elementwise_kernel<<<grid, kPackThreads, 0, static_cast<cudaStream_t>(stream)>>>(pack, rule);
+  in_packs(index, spans, 1, [&](const Pack<OptimizerSpan>& pack, unsigned blocks) {
+    enqueue<elementwise_kernel<Rule>>(blocks, kPackThreads, 0, static_cast<cudaStream_t>(stream), pack, rule);
   });
 }
 

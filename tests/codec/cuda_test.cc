@@ -51,7 +51,7 @@ TEST_F(Cuda, ADamagedBodyIsAnErrorAtWait) {
                            "topk", "topk:mode=paper", "topk:bits=2", "topk:bits=16,index=bitmap"}) {
     const Plan plan({{"w", 70001, DType::f32, Codec::parse(spec)}});
     const Raw message = cpu.encode(plan, {raw_of(ramp(70001))}, {.seed = 1});
-    for (size_t at : {message.size() - 1, message.size() / 2, message.size() - 4000}) {
+    for (size_t at : {message.size() - 1, message.size() / 2, message.size() - message.size() / 8}) {
       Raw damaged = message;
       damaged[at] ^= std::byte{0x10};
       EXPECT_NE(field_of_failure(gpu, plan, damaged), "accepted") << spec << " byte " << at;

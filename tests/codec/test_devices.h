@@ -52,7 +52,8 @@ struct TestFeedback {
 
 class TestDevice {
  public:
-  explicit TestDevice(Device device) : device_(device), memory_(memory_of(device)) {}
+  // shift: tensors begin so many bytes behind an address that is aligned to all there is.
+  explicit TestDevice(Device device, size_t shift = 0) : device_(device), shift_(shift), memory_(memory_of(device)) {}
 
   std::string name() const {
     if (device_.kind == Device::Kind::cuda) return "cuda";
@@ -69,17 +70,17 @@ class TestDevice {
     std::vector<const void*> in_p, before_p;
     std::vector<void*> after_p;
     for (size_t i = 0; i < tensors.size(); ++i) {
-      in.push_back(upload(tensors[i]));
-      in_p.push_back(in.back().get());
+      in.push_back(upload(tensors[i], shift_));
+      in_p.push_back(in.back().get() + shift_);
       if (feedback) {
-        before.push_back(upload(feedback->before[i]));
-        next.push_back(upload(Raw(feedback->before[i].size(), std::byte{0xee})));
-        before_p.push_back(before.back().get());
-        after_p.push_back(next.back().get());
+        before.push_back(upload(feedback->before[i], shift_));
+        next.push_back(upload(Raw(feedback->before[i].size(), std::byte{0xee}), shift_));
+        before_p.push_back(before.back().get() + shift_);
+        after_p.push_back(next.back().get() + shift_);
       }
     }
     DeviceBytes message = upload(Raw(plan.message_bytes(), std::byte{0xdd}));
-    const std::span<std::byte> bytes(static_cast<std::byte*>(message.get()), plan.message_bytes());
+    const std::span<std::byte> bytes(message.get(), plan.message_bytes());
     if (feedback) {
       const Residuals residuals{before_p, after_p, feedback->dtype, feedback->loss_scale};
       runner->encode(in_p, stamp, bytes, &residuals);
@@ -89,9 +90,10 @@ class TestDevice {
     runner->wait();
     if (feedback && after) {
       after->clear();
-      for (size_t i = 0; i < tensors.size(); ++i) after->push_back(download(next[i], feedback->before[i].size()));
+      for (size_t i = 0; i < tensors.size(); ++i)
+        after->push_back(download(next[i].get() + shift_, feedback->before[i].size()));
     }
-    return download(message, plan.message_bytes());
+    return download(message.get(), plan.message_bytes());
   }
 
   // Outputs start as `start` (or as 0xcc everywhere, so that an element nobody writes is seen).
@@ -102,37 +104,38 @@ class TestDevice {
     std::vector<void*> out_p;
     for (size_t i = 0; i < plan.tensors().size(); ++i) {
       const TensorSpec& t = plan.tensors()[i];
-      out.push_back(upload(start ? (*start)[i] : Raw(t.count * bytes_of(t.dtype), std::byte{0xcc})));
-      out_p.push_back(out.back().get());
+      out.push_back(upload(start ? (*start)[i] : Raw(t.count * bytes_of(t.dtype), std::byte{0xcc}), shift_));
+      out_p.push_back(out.back().get() + shift_);
     }
     DeviceBytes bytes = upload(message);
-    runner->decode({static_cast<const std::byte*>(bytes.get()), message.size()}, out_p, write, expected);
+    runner->decode({bytes.get(), message.size()}, out_p, write, expected);
     runner->wait();
     std::vector<Raw> result;
     for (size_t i = 0; i < plan.tensors().size(); ++i)
-      result.push_back(download(out[i], plan.tensors()[i].count * bytes_of(plan.tensors()[i].dtype)));
+      result.push_back(download(out[i].get() + shift_, plan.tensors()[i].count * bytes_of(plan.tensors()[i].dtype)));
     return result;
   }
 
  private:
   struct Release {
     std::shared_ptr<Memory> memory;
-    void operator()(void* data) const { memory->release(data); }
+    void operator()(std::byte* data) const { memory->release(data); }
   };
-  using DeviceBytes = std::unique_ptr<void, Release>;
+  using DeviceBytes = std::unique_ptr<std::byte, Release>;
 
-  DeviceBytes upload(const Raw& raw) const {
-    DeviceBytes buffer(memory_->allocate(raw.size()), Release{memory_});
-    memory_->from_host(buffer.get(), raw.data(), raw.size());
+  DeviceBytes upload(const Raw& raw, size_t shift = 0) const {
+    DeviceBytes buffer(static_cast<std::byte*>(memory_->allocate(raw.size() + shift)), Release{memory_});
+    memory_->from_host(buffer.get() + shift, raw.data(), raw.size());
     return buffer;
   }
-  Raw download(const DeviceBytes& buffer, size_t bytes) const {
+  Raw download(const std::byte* data, size_t bytes) const {
     Raw raw(bytes);
-    memory_->to_host(raw.data(), buffer.get(), bytes);
+    memory_->to_host(raw.data(), data, bytes);
     return raw;
   }
 
   Device device_;
+  size_t shift_;
   std::shared_ptr<Memory> memory_;
 };
 

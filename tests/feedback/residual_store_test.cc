@@ -36,6 +36,29 @@ TEST(ResidualStore, GivesTheCurrentValuesThemselves) {
   EXPECT_THROW(store.floats({Direction::down, "w", 0}), Error);
 }
 
+TEST(ResidualStore, PlacesHoldUntilTheStoreIsAnother) {
+  ResidualStore store(DType::f32, Device{});
+  store.add({Direction::up, "w", 0}, 4);
+  const std::vector<TensorSpec> list{{.name = "none", .count = 3, .dtype = DType::f32, .codec = Codec()},
+                                     {.name = "w", .count = 2, .dtype = DType::f32, .codec = Codec(), .first = 2}};
+  const ResidualPlaces places = store.places(Direction::up, list);
+  ErrorFeedback::Pointers pointers;
+  for (uint64_t step = 0; step < 3; ++step) {
+    ASSERT_TRUE(store.holds(places));
+    store.begin(places, step, 2.0f, pointers);
+    EXPECT_EQ(pointers.before[0], nullptr);
+    EXPECT_EQ(pointers.before[1], store.floats({Direction::up, "w", 0}).data() + 2);
+    EXPECT_EQ(pointers.residuals.loss_scale, 2.0f);
+    EXPECT_THROW(store.begin(places, step, 2.0f, pointers), Error);  // it was begun in this step
+    store.commit(step);
+  }
+  ResidualStore moved = std::move(store);
+  EXPECT_TRUE(moved.holds(places));
+  moved.add({Direction::up, "v", 0}, 1);
+  EXPECT_FALSE(moved.holds(places));
+  EXPECT_FALSE(ResidualStore(DType::f32, Device{}).holds(moved.places(Direction::up, list)));
+}
+
 TEST(ResidualStore, CommitsIfAllResultsAreFinite) {
   ResidualStore store(DType::f32, Device{});
   const ResidualKey key{Direction::down, "w", 0};

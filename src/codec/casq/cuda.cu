@@ -10,6 +10,7 @@
 #include "codec/casq/layout.h"
 #include "core/checksum.h"
 #include "core/random.h"
+#include "device/cuda_enqueue.cuh"
 #include "device/lane.h"
 
 namespace gradwire {
@@ -30,12 +31,7 @@ namespace {
 // A thread block per tile, and as many as the device holds at once. How much they share goes by the scheme.
 template <auto kKernel>
 void launch_tiles(const CudaJob& job, size_t shared, cudaStream_t stream) {
-  int per_sm = 1;
-  cuda_throw(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
-             "shared memory");
-  cuda_throw(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kKernel, 1024, shared), "occupancy");
-  kKernel<<<limited(job.items, per_sm), 1024, shared, stream>>>(job);
-  cuda_throw(cudaGetLastError(), "kernel launch");
+  enqueue<kKernel>(limited(job.items, per_multiprocessor<kKernel>(1024, shared)), 1024, shared, stream, job);
 }
 
 dim3 table_blocks(const CudaJob& job) { return dim3(limited(job.piece_count, 8), 64); }
@@ -50,9 +46,8 @@ void encode_casq(const CudaJob& job, const CasqWork& work, cudaStream_t stream) 
   launch<whole_max<kFeedback>>(job, job.items, 8, 256, stream);
   launch<whole_sums<kFeedback>>(job, job.items, 8, 256, stream);
   launch<hash_add<kBits, kFeedback>>(job, job.items, 8, 256, stream, 0, work);
-  hash_means<<<table_blocks(job), 256, 0, stream>>>(job, work);
+  enqueue<hash_means>(table_blocks(job), 256, 0, stream, job, work);
   if constexpr (kFeedback) launch<hash_residuals<kBits>>(job, job.items, 8, 256, stream);
-  cuda_throw(cudaGetLastError(), "kernel launch");
 }
 
 template <int kBits>
@@ -61,7 +56,7 @@ void decode_casq(const CudaJob& job, cudaStream_t stream) {
     const uint64_t values = div_up(buckets_of(job.scheme, kTile), 2) * 2;
     return launch_tiles<decode_tiles<kBits>>(job, (TileRanks<kBits>::kRows + values) * sizeof(uint32_t), stream);
   }
-  hash_check<<<table_blocks(job), 256, 0, stream>>>(job);
+  enqueue<hash_check>(table_blocks(job), 256, 0, stream, job);
   launch<hash_decode<kBits>>(job, job.items, 8, 256, stream);
 }
 

@@ -144,10 +144,8 @@ __global__ void __launch_bounds__(256) hash_check(const __grid_constant__ CudaJo
     for (uint64_t w = blockIdx.y * 256ull + threadIdx.x; w < words; w += gridDim.y * 256ull) {
       const uint32_t word = job.body[scales + w];
       check.loose += word_part(word, scales + w);
-      if (w == 0)
-        problem |= !marked && word >= kInfBits ? kBadScales : 0;
-      else if (marked ? word != 0 : w <= buckets && !finite_bits(word))
-        problem |= kBadBuckets;
+      if (w == 0 && !marked && word >= kInfBits) problem |= kBadScales;
+      if (w > 0 && (marked ? word != 0 : w <= buckets && !finite_bits(word))) problem |= kBadBuckets;
     }
   }
   report(job, problem, check);

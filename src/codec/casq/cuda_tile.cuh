@@ -192,27 +192,59 @@ __device__ __forceinline__ uint32_t mean_pair(const TileRanks<kBits>& ranks, uin
   return word;
 }
 
-// The residuals of this warp's block, a word of codes at a time. Values are read again: to keep them all the while
-// takes more registers than there are.
+// Gradient and residual of rows row0, row0 + 1, ... of this warp's block, added up; zero beyond its end. All loads come
+// before all that is done with them, so that they wait together.
+template <int kRows>
+__device__ __forceinline__ void sums_of_rows(const CudaJob& job, const CudaPiece& piece, const CasqTile& tile,
+                                             uint32_t row0, uint32_t lane, float (&x)[kRows]) {
+  const void *const in = job.in[piece.tensor], *const before = job.before[piece.tensor];
+  const uint64_t at = tile.block * kBlock + row0 * 32 + lane;
+  if (tile.n == kBlock && job.dtype == DType::f32 && job.residual == DType::f32) {
+    const float *const g = static_cast<const float*>(in) + at, *const e = static_cast<const float*>(before) + at;
+    float kept[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) x[r] = g[r * 32];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) kept[r] = e[r * 32];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) x[r] = x[r] + kept[r] * job.loss_scale;
+  } else {
+#pragma unroll 1
+    for (int r = 0; r < kRows; ++r) {
+      const float sum =
+          (row0 + r) * 32 + lane < tile.n
+              ? widen_at(in, job.dtype, at + r * 32) + widen_at(before, job.residual, at + r * 32) * job.loss_scale
+              : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        x[i] = i == r ? sum : x[i];  // an index that is not constant would move x to memory
+    }
+  }
+}
+
+// The residuals of this warp's block, a few rows at a time. Values are read again: to keep them all the while takes
+// more registers than there are.
 template <int kBits>
 __device__ __forceinline__ void leave_residuals(const CudaJob& job, const CudaPiece& piece, const CasqTile& tile,
                                                 const BlockCodes<kBits>& codes, const TileRanks<kBits>& ranks,
                                                 const float* values) {
-  constexpr int kField = BlockCodes<kBits>::kField, kRows = 32 / kField;
+  constexpr int kField = BlockCodes<kBits>::kField, kRows = kField <= 2 ? 8 : 4, kTurns = 32 / kField / kRows;
   const uint32_t lane = threadIdx.x & 31;
-  const void *const in = job.in[piece.tensor], *const before = job.before[piece.tensor];
 #pragma unroll
   for (int q = 0; q < kField; ++q) {
     uint32_t word = codes.word[q];
-#pragma unroll 4
-    for (int r = 0; r < kRows; ++r, word >>= kField & 31) {
-      const uint32_t e = (q * kRows + r) * 32 + lane;
-      const uint64_t at = tile.block * kBlock + e;
-      float x = 0;
-      if (e < tile.n) x = widen_at(in, job.dtype, at) + widen_at(before, job.residual, at) * job.loss_scale;
-      const uint32_t code = word & ((1u << kBits) - 1), place = ranks.place(word, q * kRows + r, lane);
-      const uint32_t bucket = ranks.bucket(code, place - __shfl_sync(kFull, ranks.first, code));
-      if (e < tile.n) store_residual(job, piece, at, (x - values[bucket]) * job.unscale);
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int row0 = (q * kTurns + turn) * kRows;
+      float x[kRows];
+      sums_of_rows(job, piece, tile, row0, lane, x);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r, word >>= kField & 31) {
+        const uint32_t e = (row0 + r) * 32 + lane;
+        const uint32_t code = word & ((1u << kBits) - 1), place = ranks.place(word, row0 + r, lane);
+        const uint32_t bucket = ranks.bucket(code, place - __shfl_sync(kFull, ranks.first, code));
+        if (e < tile.n) store_residual(job, piece, tile.block * kBlock + e, (x[r] - values[bucket]) * job.unscale);
+      }
     }
   }
 }
@@ -326,7 +358,7 @@ __device__ __forceinline__ void read_table(const CudaJob& job, const CasqTile& t
 // being kept.
 template <int kBits, bool kFeedback>
 __global__ void __launch_bounds__(1024) encode_tiles(const __grid_constant__ CudaJob job) {
-  extern __shared__ uint32_t tile_shared[];
+  GW_DYNAMIC_SHARED(uint32_t, tile_shared);
   __shared__ CasqShared<kBits> shared;
   uint32_t *const sums = tile_shared, *const all_rows = tile_shared + kTile + 4;
   const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -343,7 +375,7 @@ __global__ void __launch_bounds__(1024) encode_tiles(const __grid_constant__ Cud
       continue;
     }
     const Grid grid = grid_for(top);
-    const uint32_t squares_here = static_cast<uint32_t>(warp_sums(SumKind::squares, x, grid).second);
+    const uint32_t squares_here = static_cast<uint32_t>(warp_sums_of<SumKind::squares>(x, grid).second);
     if (lane == 0) shared.squares[warp] = squares_here;
     __syncthreads();
     BlockCodes<kBits> codes;
@@ -372,7 +404,7 @@ __global__ void __launch_bounds__(1024) encode_tiles(const __grid_constant__ Cud
 
 template <int kBits>
 __global__ void __launch_bounds__(1024) decode_tiles(const __grid_constant__ CudaJob job) {
-  extern __shared__ uint32_t tile_shared[];  // rows, then the means of the buckets
+  GW_DYNAMIC_SHARED(uint32_t, tile_shared);  // rows, then the means of the buckets
   __shared__ uint32_t totals[32 * TileRanks<kBits>::kPairs];
   float* const values = reinterpret_cast<float*>(tile_shared + TileRanks<kBits>::kRows);
   const uint32_t lane = threadIdx.x & 31;

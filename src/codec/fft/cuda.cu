@@ -11,6 +11,7 @@
 #include "codec/fft/fft.h"
 #include "core/checksum.h"
 #include "core/random.h"
+#include "device/cuda_enqueue.cuh"
 #include "device/lane.h"
 
 namespace gradwire {
@@ -24,6 +25,7 @@ namespace {
 #include "device/cuda_load.cuh"
 #include "device/cuda_stats.cuh"
 #include "device/cuda_pack.cuh"
+#include "device/cuda_grid.cuh"
 #include "codec/rangefloat/range_float-inl.h"
 #include "codec/fft/transform-inl.h"
 #include "codec/fft/cuda_team.cuh"
@@ -32,18 +34,9 @@ namespace {
 
 // As many thread blocks as the device holds at once, or fewer; `wanted` blocks would have one turn each.
 template <auto kKernel>
-void launch(const CudaJob& job, const FftLaunch& l, uint64_t wanted, int threads, size_t shared, cudaStream_t stream) {
-  int device = 0, sms = 1, per_sm = 1;
-  cuda_throw(cudaGetDevice(&device), "device");
-  cuda_throw(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "device");
-  if (shared > 48 * 1024)
-    cuda_throw(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
-               "shared memory");
-  cuda_throw(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kKernel, threads, shared), "occupancy");
-  const uint64_t blocks =
-      std::max<uint64_t>(1, std::min<uint64_t>(wanted, static_cast<uint64_t>(sms) * std::max(per_sm, 1)));
-  kKernel<<<static_cast<unsigned>(blocks), threads, shared, stream>>>(job, l);
-  cuda_throw(cudaGetLastError(), "kernel launch");
+void launch_units(const CudaJob& job, const FftLaunch& l, uint64_t wanted, unsigned threads, size_t shared,
+                  cudaStream_t stream) {
+  enqueue<kKernel>(limited(wanted, per_multiprocessor<kKernel>(threads, shared)), threads, shared, stream, job, l);
 }
 
 template <int kBins>
@@ -78,8 +71,8 @@ void with_bins(uint32_t chunk, Call call) {
 
 template <int kBins, bool kFeedback, bool kFast>
 void encode_full_chunks(const CudaJob& job, const FftLaunch& l, cudaStream_t stream) {
-  launch<fft_encode_full<kBins, kFeedback, kFast>>(job, l, blocks_of<kBins>(l), FftTeam<kBins>::kBlockThreads,
-                                                   shared_of<kBins>(l, kFast && !kFeedback), stream);
+  launch_units<fft_encode_full<kBins, kFeedback, kFast>>(job, l, blocks_of<kBins>(l), FftTeam<kBins>::kBlockThreads,
+                                                         shared_of<kBins>(l, kFast), stream);
 }
 
 class FftGroup final : public CudaUnitGroup {
@@ -118,9 +111,11 @@ class FftGroup final : public CudaUnitGroup {
 
   void encode(const CudaJob& job, cudaStream_t stream) const override {
     if (tails_ && job.feedback)
-      launch<fft_encode_tails<true>>(job, launch_, job.piece_count, kFftTailThreads, shared_of_tails(launch_), stream);
+      launch_units<fft_encode_tails<true>>(job, launch_, job.piece_count, kFftTailThreads, shared_of_tails(launch_),
+                                           stream);
     else if (tails_)
-      launch<fft_encode_tails<false>>(job, launch_, job.piece_count, kFftTailThreads, shared_of_tails(launch_), stream);
+      launch_units<fft_encode_tails<false>>(job, launch_, job.piece_count, kFftTailThreads, shared_of_tails(launch_),
+                                            stream);
     const bool fast = job.aligned && job.dtype == DType::f32;
     with_bins(launch_.scheme.chunk, [&]<int kBins>() {
       if (job.feedback)
@@ -135,10 +130,10 @@ class FftGroup final : public CudaUnitGroup {
   void decode(const CudaJob& job, cudaStream_t stream) const override {
     if (job.head.expected) cuda_check_head(job, stream);
     if (tails_)
-      launch<fft_decode_tails>(job, launch_, job.piece_count, kFftTailThreads, shared_of_tails(launch_), stream);
+      launch_units<fft_decode_tails>(job, launch_, job.piece_count, kFftTailThreads, shared_of_tails(launch_), stream);
     with_bins(launch_.scheme.chunk, [&]<int kBins>() {
-      launch<fft_decode_full<kBins>>(job, launch_, blocks_of<kBins>(launch_), FftTeam<kBins>::kBlockThreads,
-                                     shared_of<kBins>(launch_, false), stream);
+      launch_units<fft_decode_full<kBins>>(job, launch_, blocks_of<kBins>(launch_), FftTeam<kBins>::kBlockThreads,
+                                           shared_of<kBins>(launch_, false), stream);
     });
   }
 

@@ -19,18 +19,18 @@ struct FftTeam {
 
   static constexpr size_t kPlaces = kBins + kBins / 16;
   // Numbers, counts before each word of the bitmap, partial results of the warps, the unit's words; in front of them,
-  // where `ahead`, the values of the unit to come.
-  static GW_HD constexpr size_t shared_bytes(uint32_t words, bool ahead) {
-    return (ahead ? kBins * 8 : 0) + (kPlaces * 8 + (64 + 8 + words + 1) * 4 + 15) / 16 * 16;
+  // where `with_staged`, room for the values of a unit: those of the unit to come, or what the residual is made of.
+  static GW_HD constexpr size_t shared_bytes(uint32_t words, bool with_staged) {
+    return (with_staged ? kBins * 8 : 0) + (kPlaces * 8 + (64 + 8 + words + 1) * 4 + 15) / 16 * 16;
   }
 
-  float2 *coming, *numbers;
+  float2 *staged, *numbers;
   uint32_t *before, *parts, *words;
   uint32_t t, turn = 0;
 
-  __device__ __forceinline__ FftTeam(char* shared, bool ahead, uint32_t thread)
-      : coming(reinterpret_cast<float2*>(shared)),
-        numbers(coming + (ahead ? kBins : 0)),
+  __device__ __forceinline__ FftTeam(char* shared, bool with_staged, uint32_t thread)
+      : staged(reinterpret_cast<float2*>(shared)),
+        numbers(staged + (with_staged ? kBins : 0)),
         before(reinterpret_cast<uint32_t*>(numbers + kPlaces)),
         parts(before + 64),
         words(parts + 8),
@@ -77,7 +77,7 @@ struct FftTeam {
 
   // Values of a unit on their way to shared memory while the one before them is worked on.
   __device__ __forceinline__ void fetch(const float* from) const {
-    float4* to = reinterpret_cast<float4*>(coming);
+    float4* to = reinterpret_cast<float4*>(staged);
 #pragma unroll
     for (uint32_t i = 0; i < kBins / 2; i += kTeam)
       if (kBins / 2 >= kTeam || t < kBins / 2)

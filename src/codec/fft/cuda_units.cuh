@@ -23,26 +23,44 @@ struct FftUnit {
   uint32_t kept;   // bins
 };
 
-// Values 2 j and 2 j + 1 of a unit, feedback added; zero beyond the tensor's end.
-template <bool kFeedback, bool kTail, bool kFast>
+// Values 2 j and 2 j + 1 of a unit, feedback not yet added; zero beyond the tensor's end.
+template <bool kTail, bool kFast>
 __device__ __forceinline__ float2 load_pair(const CudaJob& job, const FftUnit& u, uint32_t j) {
   const void* in = job.in[u.piece.tensor];
   const uint64_t at = u.at + 2 * j;
+  if constexpr (kFast) return __ldcs(reinterpret_cast<const float2*>(static_cast<const float*>(in) + at));
   float2 x{0.0f, 0.0f};
-  if constexpr (kFast) {
-    const float2* from = reinterpret_cast<const float2*>(static_cast<const float*>(in) + at);
-    x = kFeedback ? *from : __ldcs(from);
-  } else {
-    if (!kTail || at < u.piece.count) x.x = widen_at(in, job.dtype, at);
-    if (!kTail || at + 1 < u.piece.count) x.y = widen_at(in, job.dtype, at + 1);
-  }
-  if constexpr (kFeedback) {
-    const void* before = job.before[u.piece.tensor];
-    if (before == nullptr) return x;
-    if (!kTail || at < u.piece.count) x.x = x.x + widen_at(before, job.residual, at) * job.loss_scale;
-    if (!kTail || at + 1 < u.piece.count) x.y = x.y + widen_at(before, job.residual, at + 1) * job.loss_scale;
-  }
+  if (!kTail || at < u.piece.count) x.x = widen_at(in, job.dtype, at);
+  if (!kTail || at + 1 < u.piece.count) x.y = widen_at(in, job.dtype, at + 1);
   return x;
+}
+
+// Adds what error feedback has kept of them.
+template <bool kTail>
+__device__ __forceinline__ float2 add_residual_pair(const CudaJob& job, const FftUnit& u, uint32_t j, float2 x) {
+  const void* before = job.before[u.piece.tensor];
+  const uint64_t at = u.at + 2 * j;
+  if (before == nullptr) return x;
+  if (!kTail || at < u.piece.count) x.x = x.x + widen_at(before, job.residual, at) * job.loss_scale;
+  if (!kTail || at + 1 < u.piece.count) x.y = x.y + widen_at(before, job.residual, at + 1) * job.loss_scale;
+  return x;
+}
+
+// Whether the residuals of a full unit can be read and written in pairs.
+__device__ __forceinline__ bool residuals_in_pairs(const CudaJob& job, const FftUnit& u) {
+  const auto before = reinterpret_cast<uintptr_t>(job.before[u.piece.tensor]),
+             after = reinterpret_cast<uintptr_t>(job.after[u.piece.tensor]);
+  return before != 0 && job.residual == DType::f32 && (before | after) % sizeof(float2) == 0;
+}
+__device__ __forceinline__ void store_residual_pair(const CudaJob& job, const FftUnit& u, uint32_t j, float2 r,
+                                                    bool in_pairs) {
+  const uint64_t at = u.at + 2 * j;
+  if (in_pairs && r.x == r.x && r.y == r.y) {
+    __stcs(reinterpret_cast<float2*>(static_cast<float*>(job.after[u.piece.tensor]) + at), r);
+  } else {
+    store_residual(job, u.piece, at, r.x);
+    store_residual(job, u.piece, at + 1, r.y);
+  }
 }
 
 // The unit's words from shared memory to the body, each by the lane of its place there.
@@ -69,9 +87,39 @@ struct FftParams {
       : kept(u.kept), code_words(fft_code_words(scheme, u.kept)), side(FftTeam<kBins>::kWords + code_words) {}
 };
 
+// With feedback, where values can be read in pairs, the sums of gradient and residual stay in shared memory: the new
+// residual wants them once more.
+template <bool kFeedback, bool kTail, bool kFast>
+constexpr bool kKeepsSums = kFeedback&& kFast && !kTail;
+
+// Adds the residuals to the values of a unit, and keeps the sums.
+template <int kBins, bool kTail, bool kFast>
+__device__ __forceinline__ void add_unit_residuals(const CudaJob& job, FftTeam<kBins>& team, const FftUnit& u,
+                                                   FftC (&a)[16]) {
+  if (kFast && !kTail && residuals_in_pairs(job, u)) {
+    const float2* from =
+        reinterpret_cast<const float2*>(static_cast<const float*>(job.before[u.piece.tensor]) + u.at) + team.t;
+    float2 e[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) e[i] = __ldcs(from + kBins / 16 * i);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) a[i] = {a[i].r + e[i].x * job.loss_scale, a[i].i + e[i].y * job.loss_scale};
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float2 x = add_residual_pair<kTail>(job, u, team.t + kBins / 16 * i, {a[i].r, a[i].i});
+      a[i] = {x.x, x.y};
+    }
+  }
+  if constexpr (kKeepsSums<true, kTail, kFast>) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) team.staged[team.t + kBins / 16 * i] = make_float2(a[i].r, a[i].i);
+  }
+}
+
 // The values of a unit as the first pass wants them; returns the largest magnitude. kFast: f32 that can be read in
-// pairs. kAhead: the values are in team.coming, and those of the next unit, if there is one, are sent for as soon as
-// these are taken out.
+// pairs. kAhead: the values are in team.staged, and those of the next unit, if there is one, are sent for as soon as
+// these are taken out. All loads come before all that is done with them, so that they wait together.
 template <int kBins, bool kFeedback, bool kTail, bool kFast, bool kAhead>
 __device__ __forceinline__ uint32_t load_unit(const CudaJob& job, FftTeam<kBins>& team, const FftUnit& u,
                                               const float* next, FftC (&a)[16]) {
@@ -84,9 +132,10 @@ __device__ __forceinline__ uint32_t load_unit(const CudaJob& job, FftTeam<kBins>
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const uint32_t j = team.t + kBins / 16 * i;
-      const float2 x = kAhead ? team.coming[j] : load_pair<kFeedback, kTail, kFast>(job, u, j);
+      const float2 x = kAhead ? team.staged[j] : load_pair<kTail, kFast>(job, u, j);
       a[i] = {x.x, x.y};
     }
+    if constexpr (kFeedback) add_unit_residuals<kBins, kTail, kFast>(job, team, u, a);
 #pragma unroll
     for (int i = 0; i < 16; ++i)
       top = max(top, max(float_bits(a[i].r) & 0x7fffffffu, float_bits(a[i].i) & 0x7fffffffu));
@@ -219,12 +268,16 @@ __device__ __forceinline__ void fft_encode_unit(const CudaJob& job, const FftLau
   if (residual) {
     spread_bins(team, p.kept, slots);
     team.inverse(l.table, slots);
+    const bool in_pairs = kFast && !kTail && residuals_in_pairs(job, u);
 #pragma unroll
     for (int i = 0; i < FftTeam<kBins>::kSlots; ++i) {
       const uint32_t j = team.bin(i);
-      const float2 x = load_pair<kFeedback, kTail, kFast>(job, u, j);
-      store_residual(job, u.piece, u.at + 2 * j, (x.x - fft_value(slots[i].i, scale.side)) * job.unscale);
-      store_residual(job, u.piece, u.at + 2 * j + 1, (x.y - fft_value(slots[i].r, scale.side)) * job.unscale);
+      const float2 x = kKeepsSums<kFeedback, kTail, kFast>
+                           ? team.staged[j]
+                           : add_residual_pair<kTail>(job, u, j, load_pair<kTail, kFast>(job, u, j));
+      const float2 r{(x.x - fft_value(slots[i].i, scale.side)) * job.unscale,
+                     (x.y - fft_value(slots[i].r, scale.side)) * job.unscale};
+      store_residual_pair(job, u, j, r, in_pairs);
     }
   }
   team.sync();
@@ -344,13 +397,15 @@ __device__ __forceinline__ bool full_unit(const CudaJob& job, const FftLaunch& l
   return true;
 }
 
-// work(team, unit, where the values of the next full unit are, or null).
-template <int kBins, bool kAhead, class Work>
-__device__ __forceinline__ void fft_full_units(const CudaJob& job, const FftLaunch& l, char* shared, const Work& work) {
+// work(team, unit, where the values of the next full unit are, or null). kStaged: teams have room for values of a unit.
+template <int kBins, bool kAhead, bool kStaged, class Work>
+__device__ __forceinline__ void fft_full_units(const CudaJob& job, const FftLaunch& l, float4* memory,
+                                               const Work& work) {
   using Team = FftTeam<kBins>;
   constexpr uint32_t kTeams = Team::kBlockThreads / Team::kTeam;
   const uint32_t number = threadIdx.x / Team::kTeam, words = Team::kWords + fft_code_words(l.scheme, l.kept) + 1;
-  Team team(shared + number * Team::shared_bytes(words, kAhead), kAhead, threadIdx.x % Team::kTeam);
+  char* const shared = reinterpret_cast<char*>(memory);
+  Team team(shared + number * Team::shared_bytes(words, kStaged), kStaged, threadIdx.x % Team::kTeam);
   const uint64_t stride = uint64_t{gridDim.x} * kTeams;
   uint64_t i = uint64_t{blockIdx.x} * kTeams + number;
   FftUnit u;
@@ -373,7 +428,7 @@ __device__ __forceinline__ void fft_full_units(const CudaJob& job, const FftLaun
 
 // The partial chunks at the ends of pieces, a thread block each.
 template <class Work>
-__device__ __forceinline__ void fft_tails(const CudaJob& job, const FftLaunch& l, char* shared, const Work& work) {
+__device__ __forceinline__ void fft_tails(const CudaJob& job, const FftLaunch& l, float4* memory, const Work& work) {
   const FftScheme& scheme = l.scheme;
   for (uint32_t slot = blockIdx.x; slot < job.piece_count; slot += gridDim.x) {
     const CudaPiece& piece = job.pieces[slot];
@@ -383,7 +438,7 @@ __device__ __forceinline__ void fft_tails(const CudaJob& job, const FftLaunch& l
     const FftUnit u{piece, units * scheme.chunk, piece.region + units * fft_unit_words(scheme, scheme.chunk), kept};
     const auto run = [&]<int kBins>() {
       if (threadIdx.x >= FftTeam<kBins>::kTeam) return;
-      FftTeam<kBins> team(shared, false, threadIdx.x);
+      FftTeam<kBins> team(reinterpret_cast<char*>(memory), false, threadIdx.x);
       work(team, u);
     };
     switch (fft_size(scheme.chunk, rest) / 2) {
@@ -419,17 +474,17 @@ constexpr int fft_blocks(int warps) {
   return warps * 32 / FftTeam<kBins>::kBlockThreads;
 }
 
-extern __shared__ __align__(16) char fft_shared[];
-
 template <int kBins, bool kFeedback, bool kFast>
 __global__ void __launch_bounds__(FftTeam<kBins>::kBlockThreads, fft_blocks<kBins>(kFeedback ? 16 : 20))
     fft_encode_full(const __grid_constant__ CudaJob job, const __grid_constant__ FftLaunch l) {
+  GW_DYNAMIC_SHARED(float4, fft_shared);
   Check check;
   uint32_t memory = 0;
   constexpr bool kAhead = kFast && !kFeedback;
-  fft_full_units<kBins, kAhead>(job, l, fft_shared, [&](FftTeam<kBins>& team, const FftUnit& u, const float* next) {
-    fft_encode_unit<kBins, kFeedback, false, kFast, kAhead>(job, l, team, u, memory, check, next);
-  });
+  fft_full_units<kBins, kAhead, kFast>(
+      job, l, fft_shared, [&](FftTeam<kBins>& team, const FftUnit& u, const float* next) {
+        fft_encode_unit<kBins, kFeedback, false, kFast, kAhead>(job, l, team, u, memory, check, next);
+      });
   __syncthreads();
   check.flush(job.check);
 }
@@ -437,6 +492,7 @@ __global__ void __launch_bounds__(FftTeam<kBins>::kBlockThreads, fft_blocks<kBin
 template <bool kFeedback>
 __global__ void __launch_bounds__(kFftTailThreads)
     fft_encode_tails(const __grid_constant__ CudaJob job, const __grid_constant__ FftLaunch l) {
+  GW_DYNAMIC_SHARED(float4, fft_shared);
   Check check;
   fft_tails(job, l, fft_shared, [&]<int kBins>(FftTeam<kBins>& team, const FftUnit& u) {
     uint32_t memory = 0;  // not from unit to unit: teams differ, and all of a team must search alike
@@ -448,9 +504,10 @@ __global__ void __launch_bounds__(kFftTailThreads)
 template <int kBins>
 __global__ void __launch_bounds__(FftTeam<kBins>::kBlockThreads, fft_blocks<kBins>(24))
     fft_decode_full(const __grid_constant__ CudaJob job, const __grid_constant__ FftLaunch l) {
+  GW_DYNAMIC_SHARED(float4, fft_shared);
   Check check;
   uint32_t problem = 0;
-  fft_full_units<kBins, false>(job, l, fft_shared, [&](FftTeam<kBins>& team, const FftUnit& u, const float*) {
+  fft_full_units<kBins, false, false>(job, l, fft_shared, [&](FftTeam<kBins>& team, const FftUnit& u, const float*) {
     problem |= fft_decode_unit<kBins, false>(job, l, team, u, check);
   });
   __syncthreads();
@@ -459,6 +516,7 @@ __global__ void __launch_bounds__(FftTeam<kBins>::kBlockThreads, fft_blocks<kBin
 
 __global__ void __launch_bounds__(kFftTailThreads)
     fft_decode_tails(const __grid_constant__ CudaJob job, const __grid_constant__ FftLaunch l) {
+  GW_DYNAMIC_SHARED(float4, fft_shared);
   Check check;
   uint32_t problem = 0;
   fft_tails(job, l, fft_shared, [&]<int kBins>(FftTeam<kBins>& team, const FftUnit& u) {

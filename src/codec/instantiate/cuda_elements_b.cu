@@ -11,6 +11,7 @@
 #include "codec/stats.h"
 #include "core/checksum.h"
 #include "core/random.h"
+#include "device/cuda_enqueue.cuh"
 #include "device/cuda_job.h"
 #include "device/lane.h"
 

@@ -11,6 +11,7 @@
 #include "codec/topk/places.h"
 #include "core/checksum.h"
 #include "core/random.h"
+#include "device/cuda_enqueue.cuh"
 #include "device/lane.h"
 
 namespace gradwire {
