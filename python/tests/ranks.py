@@ -72,6 +72,8 @@ class Rank:
 def _serve(pipe: Connection, rank: int, processes: int, port: int, folder: str, backend: str, crash: str) -> None:
     faulthandler.enable(open(crash, "w"))  # where every thread was, if a signal ends the process
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    # NCCL takes two ranks of one machine on one GPU for a mistake; ranks of two machines it lets be, over sockets.
+    os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket")
     sys.path.insert(0, folder)
     import torch
     import torch.distributed as dist

@@ -6,6 +6,7 @@ waits for nothing.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Iterator
 
 import pytest
@@ -219,3 +220,28 @@ def saved(rank: Rank) -> Any:
 
 def test_the_state_survives(nccl: Ranks) -> None:
     assert nccl.run(1, saved) == [True]
+
+
+def judged(rank: Rank) -> Any:
+    ddp = DDP(network().cuda(), process_group=rank.group, bucket_cap_mb=0.02)
+    hook = gw.compress(ddp, "qsgd:bits=4")
+    x = torch.randn(16, 64, device="cuda")
+    words = []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(55):
+            ddp.zero_grad()
+            ddp(x).square().mean().backward()
+        words = [str(one.message) for one in found if "does not pay" in str(one.message)]
+    return hook.stats()["judged"], words, hook.stats()["all_steps"]["seconds"]["exposed"]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_what_a_step_waits_for_is_compared_with_torchs_all_reduce(ranks: Ranks, backend: str) -> None:
+    pool = ranks if backend == "gloo" else Ranks(2, backend="nccl")
+    every = pool.run(2, judged)
+    for found, words, exposed in every:
+        assert found == every[0][0] and 0 < found["plain"] and 0 < found["exposed"] and exposed > 0
+    assert len(every[0][1]) == (found["exposed"] > 1.1 * found["plain"]) and not every[1][1]
+    if pool is not ranks:
+        pool.close()

@@ -94,6 +94,68 @@ def test_plain_is_what_torch_would_leave_if_buckets_came_as_they_did(handed: lis
     ]
 
 
+class Event:
+    """In place of torch.cuda.Event, on a stream that is at the clock's time."""
+
+    clock: Clock
+    delay = 0.0  # of what is enqueued, behind the clock of the host
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self, stream: Any) -> None:
+        self.at = self.clock.now + self.delay
+
+    def query(self) -> bool:
+        return self.clock.now >= self.at
+
+    def synchronize(self) -> None:
+        self.clock.now = max(self.clock.now, self.at)
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1000 * (end.at - self.at)
+
+
+@pytest.mark.parametrize("delay", [0.0, 70.0])
+def test_on_a_gpu_times_are_those_between_events(monkeypatch: pytest.MonkeyPatch, delay: float) -> None:
+    """Also where the GPU is many steps behind the host, which waits for it once."""
+    clock = Clock()
+    zeros = torch.zeros
+    monkeypatch.setattr(Event, "clock", clock, raising=False)
+    monkeypatch.setattr(Event, "delay", delay)
+    monkeypatch.setattr(_exposed.torch.cuda, "Event", Event)
+    monkeypatch.setattr(_exposed._streams, "current", lambda device: None)
+    monkeypatch.setattr(_exposed.torch, "zeros", lambda *sizes, device="cpu", **how: zeros(*sizes, **how))
+    meter = Exposed(torch.device("cuda"))
+    stream: Any = object()
+    asked = []
+
+    def reduce(values: torch.Tensor) -> None:
+        clock.now += values.numel() / 1000
+
+    def gather(mine: bytes) -> bytes:
+        asked.append(struct.unpack("2d", mine))
+        return mine
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(_exposed.JUDGED + 3):
+            meter.begin(reduce)
+            for size, last in ((1000, False), (2000, True)):
+                clock.now += 1.0
+                meter.handed(zeros(size), last)
+            clock.now += 4.0
+            meter.done(stream)
+            meter.judge(gather, "topk", True)
+    # The first bucket takes a second, and is over when the second one comes; that takes two.
+    assert asked == [(pytest.approx(4.0), pytest.approx(2.0))] and len(caught) == 1
+    assert meter.judged == {"exposed": pytest.approx(4.0), "plain": pytest.approx(2.0)}
+    clock.now += delay
+    assert meter.seconds() == (pytest.approx(4.0), pytest.approx(4.0 * (_exposed.JUDGED + 3)))
+    # Events are used again and again.
+    assert len(meter._spare) <= 3 * (_exposed.UNREAD + 20 + delay)
+
+
 def test_what_cannot_be_known_is_not_judged() -> None:
     for kind in ("no comparison", "fails", "other buckets", "another codec"):
         clock = Clock()

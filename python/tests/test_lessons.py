@@ -307,7 +307,7 @@ def learns_on_streams(rank):
         return on_host
 
     got = []
-    with patched(_transport, "_runs_on_streams", lambda before: lambda *_: True):
+    with patched(_transport, "runs_on_streams", lambda before: lambda *_: True):
         with patched(Transport, "_own_group", noting):
             transport = Transport.acquire(rank.group, torch.device("cpu"), None, purpose="a test")
             transport.prepare_lessons()

@@ -67,6 +67,8 @@ class Owner(Protocol):
     _meters: "Meters"
     _momentum: "Momentum | None"
     _used: "list[CodingTask]"  # in this step
+    _learns: bool
+    _clock: "torch.Tensor | None"  # where the GPU finds the step, if work is recorded
 
     @property
     def _stream(self) -> "torch.cuda.Stream | None": ...  # on which steps are ended
@@ -85,8 +87,9 @@ class Chunk(CodingTask):
         # host has no streams to bring into order.
         stream = hook._stream if hook._transport.on_streams else None
         super().__init__(
-            hook._model, list(tensors), hook._transport, hook._device, hook._threads, hook._times, chunk, chunks, stream
-        )
+            hook._model, list(tensors), hook._transport, hook._device, hook._threads, hook._times, chunk, chunks,
+            stream, hook._clock,
+        )  # fmt: skip
         self.hook, self.chunk = hook, chunk
         self.gradients: list[torch.Tensor] = []
         self.future: "torch.futures.Future[torch.Tensor] | None" = None
@@ -108,16 +111,42 @@ class Chunk(CodingTask):
         self.buffer, self.gradients, self.future = torch.empty(0), [], None
 
     def start(self) -> Exchange:
+        self.open()
+        return self.encode()
+
+    def finish(self, received: torch.Tensor | None) -> None:
+        with self.on_stream():
+            self.receive(received)
+        self.close()
+
+    # The two in parts: what is done in every step, and what may be recorded.
+
+    def open(self) -> None:
+        hook = self.hook
         if self.first:
-            self.hook._used = []
-            self.hook._begin(self.loss_scale)
-        self.hook._used.append(self)
-        self.wait_for(self.hook._stream)  # on which the previous step was ended
+            hook._used = []
+            hook._begin(self.loss_scale)
+        hook._used.append(self)
+        self.wait_for(hook._stream)  # on which the previous step was ended
         if self.inside is not None:
             self.wait_for(self.inside.stream)
+        if not hook._searches_unused():
+            return self.coder.begin()
+        with self.on_stream():
+            self.coder.begin(self._unused())
+
+    def key(self) -> "tuple[int, ...] | None":
+        hook = self.hook
+        if hook._meters.due or hook._searches_unused() or (hook._learns and hook._model.teaches()):
+            return None
+        return self.coder.signature(), self.buffers.made
+
+    def poll(self) -> None:
+        self.coder.poll()
+
+    def encode(self) -> Exchange:
         with self.on_stream():
             with self.measure("encode", "up"):
-                self.coder.begin(self._unused())
                 send, slots, answers = self.encode_up(self.pointers)
                 self.hook._meters.measure(self, send)
             return self.exchange("up", send, slots, answers)
@@ -126,8 +155,6 @@ class Chunk(CodingTask):
         """With find_unused_parameters: which parameters no rank has used in this step. DDP discards their result, so
         their residual must not become a part of it. This costs a small all-reduce per bucket, as DDP's own search
         does."""
-        if not self.hook._searches_unused():
-            return []
         if self.inside is not None:  # a piece that is zero says nothing about its parameter
             return [self.inside.idle[self.inside.index[tensor]] for tensor in self.tensors]
         used = used_flags(self.gradients) if self.used is None else self.used
@@ -136,16 +163,19 @@ class Chunk(CodingTask):
             self.hook._momentum.idle.update(tensor for tensor, flag in zip(self.tensors, unused) if flag)
         return unused
 
-    def finish(self, received: torch.Tensor | None) -> None:
-        with self.on_stream():
-            self.decode_answer(received)
-            if self.settle is not None:
-                self.settle()
-                self.settle = None
-            if self.last:
-                self.hook._end(self.hook._used)
-            if self.future is not None:
-                self.future.set_result(self.buffer)
+    def receive(self, received: torch.Tensor | None) -> None:
+        self.decode_answer(received)
+
+    def close(self) -> None:
+        if self.last or self.settle is not None:
+            with self.on_stream():
+                if self.settle is not None:
+                    self.settle()
+                    self.settle = None
+                if self.last:
+                    self.hook._end(self.hook._used)
+        if self.future is not None:
+            self.future.set_result(self.buffer)
 
     def fail(self, error: BaseException) -> None:
         if self.future is not None:

@@ -17,7 +17,7 @@ from ._unwrap import described, model_around, optimizer_inside, refuse_no_module
 
 # The kinds of models that have an option. HSDP: FSDP2 with replicas, by a mesh of two dimensions or by replicate().
 _ONLY = {
-    **dict.fromkeys(("measure_every", "guard", "decay", "nodes"), ("DDP",)),
+    **dict.fromkeys(("measure_every", "guard", "decay", "nodes", "cuda_graphs"), ("DDP",)),
     **dict.fromkeys(("optimizer", "clip", "down", "method", "owner_feedback", "warmup", "timeout"), ("DDP", "HSDP")),
     "weights": ("FSDP2", "HSDP"),
     "gradients": ("HSDP",),
@@ -48,6 +48,7 @@ def compress(
     threads: int = 1,
     timeout: timedelta | float | None = None,
     nodes: "int | str | None" = None,
+    cuda_graphs: bool | None = None,
 ) -> Hook:
     """Compresses what a distributed model sends, and returns the hook, which holds the state. All ranks must call it.
 
@@ -80,7 +81,7 @@ def compress(
         known.
     threads: processor threads that encode and decode.
 
-    Only for DDP, and all but decay, measure_every, guard and nodes for HSDP:
+    Only for DDP, and all but decay, measure_every, guard, nodes and cuda_graphs for HSDP:
 
     optimizer: the torch.optim.Adam or AdamW that trains the model. With a codec that has error feedback, ranks (under
         HSDP: replicas, each with its shards) then exchange Adam's momentum in units of the update, and p.grad is the
@@ -111,6 +112,10 @@ def compress(
         torchrun's words or by host names. All nodes must have equally many ranks. With one node gradients are left to
         torch; with one rank in each node there is only one level. Refused with optimizer=. Default: one level.
 
+    cuda_graphs: on a GPU with NCCL, whether what a bucket enqueues, exchanges included, is recorded as a CUDA graph and
+        run again in later steps, which saves the host most of its work for a bucket. No value depends on it. If a rank
+        is gone, the process group is aborted after its time-out. Default: False.
+
     Only for HSDP:
 
     gradients: codec or rules (by module names) for the reduce-scatter within the shard dimension, without feedback.
@@ -132,7 +137,7 @@ def compress(
     specific = {
         "gradients": gradients, "weights": weights, "down": down, "method": method, "owner_feedback": owner_feedback,
         "decay": decay, "warmup": warmup, "steps": steps, "measure_every": measure_every, "guard": guard,
-        "timeout": timeout, "optimizer": optimizer, "clip": clip, "nodes": nodes,
+        "timeout": timeout, "optimizer": optimizer, "clip": clip, "nodes": nodes, "cuda_graphs": cuda_graphs,
     }  # fmt: skip
     options |= {name: value for name, value in specific.items() if value is not None}
     if kind == "DDP":

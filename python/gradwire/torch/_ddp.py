@@ -30,7 +30,11 @@ from ._meters import Meters
 from ._parameters import like_parameter, named_parameters, one_device
 from ._reduce_hook import Made, ReduceHook
 from ._task import CodingTask, Times, core_device
-from ._transport import Transport
+from ._transport import Transport, runs_on_streams
+
+
+def _no_graphs(where: str) -> UnsupportedError:
+    return UnsupportedError(f"cuda_graphs=True works {where}; leave it out", field="cuda_graphs")
 
 
 class _Known:
@@ -38,6 +42,7 @@ class _Known:
 
     def __init__(self, buffer: torch.Tensor, tensors: tuple[int, ...], gradients: list[torch.Tensor]) -> None:
         self.tensors, self.gradients = tensors, gradients
+        self.chunk: Chunk | None = None  # that it is sent as, once it was
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         self.future.set_result(buffer)
 
@@ -93,6 +98,7 @@ class DdpHook(ReduceHook):
         self._min_elements = _arrays.whole(given["min_elements"], "min_elements", 2**40)
         self._group: dist.ProcessGroup = ddp.process_group
         self._world = dist.get_world_size(self._group)
+        self._tells = dist.get_rank(self._group) == 0
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         feedback = _hook.switch(given["feedback"], "feedback")
         self._model_options: dict[str, Any] = {
@@ -105,8 +111,14 @@ class DdpHook(ReduceHook):
             "steps": _arrays.whole(given.get("steps", 0), "steps", 10**9),
             "rank": dist.get_rank(self._group),
             "world": self._world,
-            "device": core_device(self._device, self._stream, self._threads),
         }
+        self._options["cuda_graphs"] = bool(_hook.switch(given.get("cuda_graphs"), "cuda_graphs"))
+        if self._options["cuda_graphs"]:
+            if not self._is_light or not runs_on_streams(self._group, self._device):
+                raise _no_graphs("with NCCL on a GPU, on one level and with codecs other than lowrank")
+            self._clock = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._device_of_core = core_device(self._device, self._stream, self._threads, self._clock)
+        self._model_options["device"] = self._device_of_core
         self._feedback = feedback
         self._name_optimizer(given, codec, named, ddp.module, hook_of(ddp))
         self._first_model(codec, given.get("down"))
@@ -155,12 +167,15 @@ class DdpHook(ReduceHook):
         if self._momentum is not None:
             terms.append(("codec", codec or self.codec))  # the model may be that of the warm-up
         terms.append(("warmup", str(self._warmup)))
-        terms += [(name, str(self._options[name])) for name in ("measure_every", "guard")]
+        terms += [(name, str(self._options[name])) for name in ("measure_every", "guard", "cuda_graphs")]
         terms.append(("device", self._device.type))
         return terms + [("strides", f"{name}: {tuple(p.stride())}") for name, p in zip(self._names, self._parameters)]
 
     def _connect(self) -> None:
         self._transport = self._make_transport()
+        if self._clock is not None and not self._transport.can_record():
+            self._transport.release()
+            raise _no_graphs("if NCCL's exchanges can be recorded on all ranks, and here they cannot")
         self._release = weakref.finalize(self, self._transport.release)
         self._release.atexit = False  # type: ignore[misc]  # Transport.close_all does it
         self._prepare_lessons()
@@ -209,6 +224,13 @@ class DdpHook(ReduceHook):
 
     def _forget_chunks(self) -> None:
         self._chunks.clear()
+        self._forget_addresses()
+
+    def _forget_addresses(self) -> None:
+        for known in self._known.values():
+            if known.chunk is not None and known.chunk.recordings is not None:
+                known.chunk.recordings.forget()
+                known.chunk.recordings = None
         self._known.clear()
 
     # One step.
@@ -246,11 +268,20 @@ class DdpHook(ReduceHook):
         known = self._known.get(buffer.data_ptr())
         if known is None:
             if bucket.index() == 0:
-                self._known.clear()  # DDP has rebuilt its buckets
+                self._forget_addresses()  # DDP has rebuilt its buckets
             tensors = tuple(self._index[id(parameter)] for parameter in bucket.parameters())
             known = self._known[buffer.data_ptr()] = _Known(buffer, tensors, bucket.gradients())
-        landing = _Landing()
-        self._send(bucket, landing, known.tensors, known.gradients)
+        landing, chunk = _Landing(), known.chunk
+        if chunk is None or self._momentum is not None:
+            self._send(bucket, landing, known.tensors, known.gradients)
+            if chunk is None:
+                known.chunk = self._chunks[known.tensors, 0, 1]
+                if self._clock is not None:
+                    known.chunk.recordings = self._transport.recordings(self._device_of_core, self)
+        else:
+            chunk.load(buffer, known.gradients, bucket.index() == 0, bucket.is_last())
+            chunk.future = landing  # type: ignore[assignment]
+            self._transport.submit(chunk)
         if landing.error is not None:
             raise landing.error
         if bucket.is_last() and self._stream is not None:
@@ -359,6 +390,7 @@ class DdpHook(ReduceHook):
                 chunk.precede(self._stream)
         self._check_results()
         transport = self._ending_transport()
+        teaches = self._learns and self._model.teaches()
         self._model.end()
         sent = self._count_sent(used)
         if self._meters.steps % 100 == 1 and not transport.on_streams:
@@ -367,8 +399,8 @@ class DdpHook(ReduceHook):
             self._model.exempt(exempt)
         self.step += 1
         self._exposed.done(_streams.current(self._device) if self._stream is not None else None)
-        self._exposed.judge(transport.gather_everywhere, self.codec, dist.get_rank(self._group) == 0)
-        if self._learns:
+        self._exposed.judge(transport.gather_everywhere, self.codec, self._tells)
+        if teaches:
             self._lessons.begin([self._model], transport, transport.later)
 
     def _ending_transport(self) -> Transport:

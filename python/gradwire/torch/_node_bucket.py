@@ -162,6 +162,8 @@ class NodeBucket(StagedTask):
 class _Inside:
     """What the transport runs: one end of a bucket. There is nothing to exchange between nodes."""
 
+    recordings = None
+
     def __init__(self, bucket: NodeBucket) -> None:
         self.bucket = bucket
 

@@ -49,6 +49,7 @@ class ReduceHook(Hook):
     _learns: bool  # a codec of the model does
     _transport: "Transport"
     _down: Any
+    _clock: "torch.Tensor | None" = None  # see Owner
     _momentum: Momentum | None = None
     _watch: "_optimizers.Watch | None" = None
     _warm = False  # the model is that of the warm-up

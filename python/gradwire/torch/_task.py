@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import ContextManager, Iterator
+from typing import TYPE_CHECKING, ContextManager, Iterator
 
 import torch
 
 from .. import _core
 from . import _streams
 from ._transport import Exchange, Transport
+
+if TYPE_CHECKING:
+    from ._recordings import Recordings
 
 
 class Times:
@@ -68,6 +71,7 @@ class Buffers:
     """uint8 tensors by name, each as large as the largest request so far."""
 
     def __init__(self) -> None:
+        self.made = 0  # so many times; what is known of addresses holds until this changes
         self._buffers: dict[tuple[str, torch.device, bool], torch.Tensor] = {}
         self._last: dict[tuple[str, torch.device, bool], torch.Tensor] = {}  # given last
 
@@ -77,20 +81,27 @@ class Buffers:
         if last is not None and last.numel() == size:
             return last
         if key not in self._buffers or self._buffers[key].numel() < size:
+            self.made += 1
             self._buffers[key] = torch.empty(max(size, 16), dtype=torch.uint8, device=device, pin_memory=pinned)
         self._last[key] = self._buffers[key][:size]
         return self._last[key]
 
 
-def core_device(device: torch.device, stream: "torch.cuda.Stream | None", threads: int) -> "_core.Device":
+def core_device(
+    device: torch.device, stream: "torch.cuda.Stream | None", threads: int, clock: "torch.Tensor | None" = None
+) -> "_core.Device":
+    """clock: 8 bytes of the GPU's memory, for work that is recorded."""
     if device.type == "cpu":
         return _core.Device("cpu", threads=threads)
     assert stream is not None
-    return _core.Device("cuda", index=device.index or 0, stream=stream.cuda_stream)
+    at = 0 if clock is None else clock.data_ptr()
+    return _core.Device("cuda", index=device.index or 0, stream=stream.cuda_stream, clock=at)
 
 
 class StagedTask:
     """The part of a BucketTask that knows neither DDP nor codecs: buffers that are sent and received."""
+
+    recordings: "Recordings | None" = None  # of what it enqueues, where that may be recorded
 
     def __init__(
         self, transport: Transport, device: torch.device, times: Times, stream: "torch.cuda.Stream | None" = None
@@ -158,10 +169,13 @@ class CodingTask(StagedTask):
     def __init__(
         self, model: "_core.ModelCoder", tensors: list[int], transport: Transport, device: torch.device, threads: int,
         times: Times, chunk: int = 0, chunks: int = 1, stream: "torch.cuda.Stream | None" = None,
+        clock: "torch.Tensor | None" = None,
     ) -> None:  # fmt: skip
         super().__init__(transport, device, times, stream)
         self.tensors = tensors
-        self._make = lambda: _core.BucketCoder(model, tensors, core_device(device, self.stream, threads), chunk, chunks)
+        self._make = lambda: _core.BucketCoder(
+            model, tensors, core_device(device, self.stream, threads, clock), chunk, chunks
+        )
         self._coder: "_core.BucketCoder | None" = None
         self.pointers: list[int] = []  # of the tensors, which are encoded and then replaced by the result
 

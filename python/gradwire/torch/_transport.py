@@ -40,21 +40,38 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from .. import _core
 from .._errors import EngineError
 from ._agree import timeout_of_group
 from ._nodes import Layout
+from ._recordings import Recordable, Recordings
+from ._watch import Watch
 
 
 class BucketTask(Protocol):
     """One all-reduce under way. The transport calls the phases in this order, each with what the previous exchange
     received."""
 
+    @property
+    def recordings(self) -> "Recordings | None": ...  # if it is a RecordedTask
     def on_stream(self) -> ContextManager[object]: ...
     def start(self) -> "Exchange | None": ...  # None: there is no exchange at all, and `finish` is next
     def reduce(self, received: torch.Tensor) -> "Exchange | None": ...  # None: there is no second exchange
     def finish(self, received: torch.Tensor | None) -> None: ...
     def fail(self, error: BaseException) -> None: ...
     def waited(self, phase: str, seconds: float) -> None: ...
+
+
+class RecordedTask(BucketTask, Recordable, Protocol):
+    """One whose exchanges may be recorded, on streams: `start` and `finish` in two parts each."""
+
+    last: bool  # of its step
+    stream: "torch.cuda.Stream | None"
+
+    def open(self) -> None: ...  # what is done in every step
+    def encode(self) -> "Exchange | None": ...
+    def receive(self, received: torch.Tensor | None) -> None: ...
+    def close(self) -> None: ...  # what is done in every step
 
 
 class Exchange:
@@ -77,7 +94,7 @@ LESSONS = "lessons"  # the purpose of a transport on which nothing but `in_turn`
 _Queue = queue.SimpleQueue[Optional[Callable[[], None]]]  # evaluated, and Python 3.9 has no `|` for types
 
 
-def _runs_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
+def runs_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
     """NCCL moves GPU memory itself. Every other backend moves host memory."""
     return device.type == "cuda" and "nccl" in dist.get_backend(group)
 
@@ -108,7 +125,7 @@ class Transport:
         if layout is not None:
             node, self.place = layout.places[self.rank]
             self.rank, self.world, path = node, layout.nodes, f"gradwire/{name}/place {self.place}"
-        self.on_streams = _runs_on_streams(group, device)
+        self.on_streams = runs_on_streams(group, device)
         self.device = device if self.on_streams else torch.device("cpu")
         self.failure: BaseException | None = None
         self._users = 0
@@ -121,6 +138,10 @@ class Transport:
         self._pool: Any = None  # the group of that thread
         self._lessons = 0  # given to `later` or `in_turn`, and not over
         self._missed: BaseException | None = None  # what has ended one of them early
+        # NCCL's communicators wait for the graphs that hold their exchanges, so recordings are forgotten before groups.
+        self._recordings: list[Recordings] = []
+        self._watch: Watch | None = None  # of recorded exchanges
+        self._ran_recorded = False  # one of this step
         # What was begun on a group, and perhaps never waited for. Each list is changed by one thread only.
         self._begun: dict[str, list["dist.Work"]] = {"up": [], "down": [], "in": [], "out": []}
         timeout = timeout or timeout_of_group(group, self.device) or default_pg_timeout
@@ -170,7 +191,7 @@ class Transport:
         with cls._lock:
             for stale in [t for t in cls._shared if t.failure is not None or not _exists(t.group)]:
                 stale.close()
-            on_streams = _runs_on_streams(group, device)
+            on_streams = runs_on_streams(group, device)
             usable = [
                 t
                 for t in cls._shared
@@ -209,6 +230,7 @@ class Transport:
             if not self._closed and self._after is not None:
                 self._after.put(None)
             self._closed = True
+            self._forget_recordings()
 
     @classmethod
     def close_all(cls) -> None:
@@ -242,7 +264,56 @@ class Transport:
     def _is_exchanging(self) -> bool:
         return any(not work.is_completed() for works in self._begun.values() for work in works)
 
+    # Recorded work, on streams.
+
+    def can_record(self) -> bool:
+        """Whether the exchanges of all ranks can be recorded: this tries it. Collective."""
+        if not self.on_streams or not hasattr(self.up, "abort"):
+            return False
+        if self._watch is not None:
+            return True
+        stream = torch.cuda.Stream(self.device)
+        mine, every = (torch.ones(n, dtype=torch.uint8, device=self.device) for n in (1, self.world))
+        with torch.cuda.stream(stream):
+            stream.wait_stream(torch.cuda.default_stream(self.device))
+            self.up._allgather_base(every, mine).wait()  # makes the communicator, which cannot be recorded
+            stream.synchronize()
+            recording = _core.Recording(_core.Device("cuda", index=self.device.index or 0, stream=stream.cuda_stream))
+            try:
+                recording.begin()
+                self.up._allgather_base(every, mine).wait()
+                recording.end()
+                mine.fill_(2)
+                recording.run()
+                works = bool((every == 2).all())
+            except RuntimeError:
+                works = False
+            finally:
+                recording.forget()
+            works = all(self.gather_bytes(bytes([works])))
+        if works:
+            self._watch = Watch(self.up, self._time_out.total_seconds(), self.rank, self._lost)
+        return works
+
+    def recordings(self, device: "_core.Device", owner: object) -> Recordings:
+        """They are forgotten with their owner at the latest."""
+        made = Recordings(device)
+        weakref.finalize(owner, made.forget).atexit = False  # Transport.close_all does it
+        self._recordings = [one for one in self._recordings if one.is_used] + [made]
+        return made
+
+    def _lost(self, error: EngineError) -> None:
+        self.failure = self.failure or error
+
+    def _forget_recordings(self) -> None:
+        for recordings in self._recordings:
+            recordings.forget()
+        self._recordings.clear()
+        if self._watch is not None:
+            self._watch.close()
+
     def __del__(self) -> None:
+        self._forget_recordings()
         if self._is_exchanging():
             for group in (self.up, self.down, self.end, *self._within.values()):
                 never_free(group)
@@ -283,18 +354,37 @@ class Transport:
     def _enqueue(self, task: BucketTask) -> None:
         try:
             self.check()
-            # NCCL's work is ordered after this stream, and this stream after NCCL's; the host does not wait.
-            with task.on_stream():
-                first, second = task.start(), None
-                if first is not None:
-                    first.begin(self.up).wait()
-                    second = task.reduce(first.recv)
-                if second is not None:
-                    second.begin(self.down).wait()
-                task.finish(second.recv if second is not None else None)
+            # NCCL's work is ordered after the task's stream, and that after NCCL's; the host does not wait.
+            if task.recordings is not None:
+                self._enqueue_recorded(task, task.recordings)  # type: ignore[arg-type]
+            else:
+                with task.on_stream():
+                    task.finish(self._exchanged(task, task.start()))
             self._pending.remove(task)
         except BaseException as error:
             self._fail(task, error)
+
+    def _exchanged(self, task: BucketTask, first: Exchange | None) -> torch.Tensor | None:
+        second = None
+        if first is not None:
+            first.begin(self.up).wait()
+            second = task.reduce(first.recv)
+        if second is not None:
+            second.begin(self.down).wait()
+        return second.recv if second is not None else None
+
+    def _enqueue_recorded(self, task: RecordedTask, recordings: Recordings) -> None:
+        def work() -> None:
+            with task.on_stream():
+                task.receive(self._exchanged(task, task.encode()))
+
+        task.open()
+        self._ran_recorded |= recordings.run(task, work)
+        task.close()
+        if task.last and self._ran_recorded:
+            assert self._watch is not None
+            self._watch.step(task.stream)
+            self._ran_recorded = False
 
     def _up(self, task: BucketTask) -> None:
         try:
@@ -347,6 +437,8 @@ class Transport:
             self.failure = error
         self._pending.remove(task)
         task.fail(error)
+        if self.on_streams:
+            self._forget_recordings()
 
     # When a step is complete. What fails here fails the transport.
 

@@ -22,6 +22,12 @@
 #include <functional>
 #include <source_location>
 
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) && !defined(__SANITIZE_ADDRESS__)
+#define __SANITIZE_ADDRESS__ 1  // GCC's word for it
+#endif
+#endif
+
 struct dim3 {
   unsigned x, y, z;
   constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
@@ -31,7 +37,21 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;  // of the fiber that runs
 
 namespace gradwire::emulated {
 
+#if defined(__cpp_lib_source_location)
 using Place = std::source_location;
+#else  // clang 14, which knows no columns here
+struct SourcePlace {
+  static SourcePlace current(const char* file = __builtin_FILE(), unsigned line = __builtin_LINE()) {
+    return {file, line};
+  }
+  const char* file_name() const { return file_; }
+  unsigned line() const { return line_; }
+  unsigned column() const { return 0; }
+  const char* file_ = "";
+  unsigned line_ = 0;
+};
+using Place = SourcePlace;
+#endif
 
 // Runs `kernel` for every thread of every block, with `shared` bytes beside its static shared memory.
 void run(dim3 blocks, unsigned threads, const std::function<void()>& kernel, size_t shared = 0);
