@@ -38,6 +38,7 @@ BENCH = Path(__file__).resolve().parent
 sys.path[:0] = [str(BENCH), str(BENCH.parent / "examples")]
 from ddp_gpt import GPT, loss_of  # noqa: E402
 from rows import Rows, load_note  # noqa: E402
+from turns import variant_of  # noqa: E402
 
 import gradwire.torch as gw  # noqa: E402
 
@@ -48,8 +49,9 @@ SIZES = {  # layers, width, heads, context, batch
 
 
 class Training:
-    """A model with its codec, or with none. mesh: for FSDP2, which shards the model and, with two dimensions or
-    replicas only, reduces it between replicas; the codec is for all that is reduced."""
+    """A model with its codec and options of compress ("CODEC key=value ..."), or with "none". mesh: for FSDP2, which
+    shards the model and, with two dimensions or replicas only, reduces it between replicas; the codec is for all that
+    is reduced."""
 
     def __init__(self, codec, size, device, compiled=False, momentum=False, mesh=None, replicas=False):
         torch.manual_seed(1)
@@ -60,7 +62,10 @@ class Training:
         else:
             self.ddp = spread(model, mesh, replicas)
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-4, fused=device == "cuda")
-        given = {"optimizer": self.optimizer, "warmup": 0} if momentum else {}
+        variant = variant_of(codec)
+        codec, given = variant["codec"], variant["options"]
+        if momentum:
+            given |= {"optimizer": self.optimizer, "warmup": 0}
         if mesh is not None and mesh.ndim == 2:
             given["gradients"] = codec
         self.hook = gw.compress(self.ddp, codec, **given) if codec != "none" else None

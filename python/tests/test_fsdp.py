@@ -3,6 +3,8 @@
 compute with the same weights, residuals follow the steps that count, and what cannot be done is refused by name.
 """
 
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,9 +15,10 @@ if not dist.is_gloo_available() or not hasattr(getattr(fsdp, "FSDPModule", None)
 
 import gradwire
 import gradwire.torch as gw
-from gradwire.torch import _fsdp
+from gradwire.torch import _fsdp, _fsdp_doors
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 
 
 class Seen(nn.Linear):
@@ -415,30 +418,146 @@ def test_models_and_ranks_that_do_not_fit_are_refused(ranks, function, kind, wor
     assert found == kind and words in text
 
 
-def unused(rank, feedback):
-    class Sometimes(Net):
-        all_of_it = True
+class Sometimes(Net):
+    """Without its last block and its head it has no use for them; `extra` is of the same unit as the head."""
 
-        def forward(self, x):
-            for block in self.blocks if self.all_of_it else self.blocks[:2]:
-                x = torch.tanh(block(x))
-            return x[:, :5] + (self.head(x) if self.all_of_it else 0) + x[:, 5:10] * self.extra
+    all_of_it = True
 
-        def __init__(self):
-            super().__init__()
-            self.extra = nn.Parameter(torch.ones(5))
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Parameter(torch.ones(5, 1))
 
+    def forward(self, x):
+        for block in self.blocks if self.all_of_it else self.blocks[:2]:
+            x = torch.tanh(block(x))
+        return x[:, :5] + (self.head(x) if self.all_of_it else 0) + x[:, 5:10] * self.extra[:, 0]
+
+
+def unused(rank, codec, feedback):
+    """Residuals of what has no gradient in a step stay, and all others change."""
     model = sharded(rank, model=Sometimes())
-    gw.compress(model, "qsgd:bits=4", weights=None, feedback=feedback, min_elements=0)
+    hook = gw.compress(model, codec, weights=None, feedback=feedback, min_elements=0)
+    residuals = lambda: dict(hook.state_dict()["ranks"][str(rank.rank)]["up"])  # noqa: E731
     train(rank, model, 2)
-    model.all_of_it = False
-    return train(rank, model, 2)
+    before, model.all_of_it = residuals(), False
+    train(rank, model, 1, first=2)
+    between, model.all_of_it = residuals(), True
+    train(rank, model, 1, first=3)
+    after = residuals()
+    idle = {name for name in before if torch.equal(before[name], between[name])}
+    return idle, {name for name in after if torch.equal(between[name], after[name])}, sorted(before)
 
 
-def test_parameters_without_a_gradient_are_left_out_or_refused_where_residuals_need_them(ranks):
-    ranks.run(2, unused, False)
-    ((kind, text),) = refusal(ranks, 2, unused, True).items()
-    assert kind == "UnsupportedError" and "set_reduce_scatter_unused_params" in text
+@pytest.mark.parametrize("codec", ["qsgd:bits=2", "optquant:bits=2", "dqsgd:budget=3"])
+def test_parameters_without_a_gradient_are_left_out_and_keep_their_residuals(ranks, codec):
+    for idle, later, names in ranks.run(2, unused, codec, True):
+        assert idle == {f"{name}/{p}" for name in ("blocks.2.weight", "head.weight") for p in range(2)}
+        assert not later and len(names) == 2 * 5
+    for idle, later, names in ranks.run(2, unused, codec, False):
+        assert not names
+
+
+def gradients_by_name(rank, rules, **options):
+    """The worst error of each parameter's gradient, relative to its largest magnitude."""
+    plain, model = sharded(rank), sharded(rank)
+    gw.compress(model, rules, **options)
+    x, y = batch(rank, 0)
+    for one in plain, model:
+        (one(x) - y).square().mean().backward()
+    worst = {}
+    for (name, a), b in zip(plain.named_parameters(), model.parameters()):
+        a, b = a.grad.full_tensor(), b.grad.full_tensor()
+        worst[name] = ((a - b).abs().max() / a.abs().max()).item()
+    return worst
+
+
+def test_rules_go_by_the_names_of_parameters(ranks):
+    for worst in ranks.run(3, gradients_by_name, "blocks.1.*=unigrid:bits=16;*.bias=fp32;*=qsgd:bits=2"):
+        for name, error in worst.items():
+            if name.startswith("blocks.1."):
+                assert 0 < error < 1e-4, name
+            elif name.endswith(".bias"):
+                assert error < 1e-6, name
+            else:
+                assert error > 0.01, name
+
+
+def test_a_codec_leaves_out_vectors_and_small_parameters(ranks):
+    for worst in ranks.run(2, gradients_by_name, "qsgd:bits=2"):
+        large = {"blocks.0.weight", "blocks.1.weight", "blocks.2.weight"}  # the head has 335 elements
+        assert {name for name, error in worst.items() if error > 1e-6} == large
+
+
+def test_a_rule_that_matches_no_parameter_is_refused(ranks):
+    kinds = refusal(ranks, 2, compresses, dict(codec="blocks.1=fp32;*=qsgd:bits=4"))
+    assert kinds == {"UsageError": "the rule 'blocks.1=fp32' matches no sharded parameter"}
+
+
+def columns(rank):
+    """Weights that are sharded by columns, which every world must divide."""
+    place = lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 2 == 0 else Shard(0)  # noqa: E731
+    found = []
+    for codec in (None, "unigrid:bits=16"):
+        torch.manual_seed(3)
+        model = sharded(rank, model=Net(66), shard_placement_fn=place)
+        if codec:
+            gw.compress(model, codec, weights=codec, min_elements=0)
+        x, y = batch(rank, 0)
+        (model(x) - y).square().mean().backward()
+        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+    plain, ours = found
+    return max(((a - ours[name]).abs().max() / a.abs().max()).item() for name, a in plain.items())
+
+
+def test_parameters_that_are_sharded_by_columns(ranks):
+    assert all(0 < worst < 1e-3 for worst in ranks.run(2, columns))
+
+
+def frozen(rank):
+    """A block that is not trained takes no residual; and one that is trained later is told."""
+    model = sharded(rank)
+    for parameter in model.blocks[1].parameters():
+        parameter.requires_grad_(False)
+    hook = gw.compress(model, "qsgd:bits=4", weights=None, feedback=True, min_elements=0)
+    train(rank, model, 2)
+    names = sorted(hook.state_dict()["ranks"][str(rank.rank)]["up"])
+    model.blocks[1].weight.requires_grad_(True)
+    with pytest.raises(gradwire.UsageError) as caught:
+        train(rank, model, 1)
+    return names, str(caught.value)
+
+
+def test_what_is_not_trained_takes_no_residual(ranks):
+    for names, words in ranks.run(2, frozen):
+        assert names == [f"{name}.weight/{p}" for name in ("blocks.0", "blocks.2", "head") for p in range(2)]
+        assert "'blocks.1.weight' requires a gradient, and did not when compress was called" in words
+
+
+def weights_by_name(rank):
+    model = sharded(rank)
+    gw.compress(model, None, weights="blocks.1.weight=fp32;*.weight=unigrid:bits=4;*=fp32")
+    exact = parameters(model)
+    model(batch(rank, 0)[0])
+    return [torch.equal(model.blocks[i].in_forward, exact[f"blocks.{i}.weight"]) for i in range(3)]
+
+
+def test_weights_go_by_name_too(ranks):
+    assert ranks.run(2, weights_by_name) == [[False, True, False]] * 2
+
+
+def without_frames(rank):
+    model = sharded(rank)
+    gw.compress(model, "qsgd:bits=4")
+    _fsdp_doors.sys = type("NoFrames", (), {"_getframe": staticmethod(lambda depth: None)})
+    try:
+        train(rank, model, 1)
+    finally:
+        _fsdp_doors.sys = sys
+
+
+def test_a_torch_whose_buffers_are_not_known_is_refused(ranks):
+    ((kind, words),) = refusal(ranks, 2, without_frames).items()
+    assert kind == "UnsupportedError" and "has no foreach_reduce(fsdp_params, ...)" in words
 
 
 def test_a_torch_without_custom_collectives_is_refused_by_name(monkeypatch):

@@ -113,7 +113,7 @@ BAD = [
     (
         "fsdp",
         dict(codec="1=fp32;*=qsgd"),
-        "the rule '1=fp32' matches no sharded module of this model; they are '(root)', '0'",
+        "the rule '1=fp32' matches no sharded parameter of this model; they are '2.weight', '2.bias', ",
     ),
 ]  # fmt: skip
 DDP_ONLY = dict(down="qsgd", method="gather", owner_feedback=False, warmup=3, measure_every=5, guard=0.5, timeout=5)

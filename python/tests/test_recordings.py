@@ -113,7 +113,7 @@ def begin_noted(before):
     return begin
 
 
-def can_record(self):
+def works(self):
     self._watch = self._watch or NoWatch()
     return True
 
@@ -125,7 +125,7 @@ def stand_ins():
         (_transport, "runs_on_streams", lambda *_: True),
         (_ddp, "runs_on_streams", lambda *_: True),
         (_core, "Recording", Tape),
-        (Transport, "can_record", can_record),
+        (_recordings.Recorder, "works", works),
         (Exchange, "begin", begin_noted(Exchange.begin)),
         (_task.CodingTask, "coder", property(lambda self, real=_task.CodingTask.coder.fget: Coder(real(self)))),
     ]

@@ -133,7 +133,7 @@ def changed_shards(rank: Rank) -> Any:
     fsdp_step(rank, model, 2)
     after = hook.stats()
     bits = stats["gradients"]["bits"], after["gradients"]["bits"], stats["weights"]["bits"], after["weights"]["bits"]
-    lines = logged(lambda: hook.set_codec("0=fp32;*=onebit"))
+    lines = logged(lambda: hook.set_codec("0.*=fp32;*=onebit"))
     fewer = residuals(hook, rank)
     fsdp_step(rank, model, 3)
     hook.set_codec("qsgd:bits=4")
@@ -150,6 +150,7 @@ def changed_shards(rank: Rank) -> Any:
 def test_the_codecs_of_fsdp_can_be_changed(ranks: Ranks) -> None:
     for same, bits, dropped, lines, grew, bad, plain, step in ranks.run(2, changed_shards):
         assert same and grew and step == 5 and bits[1] < bits[0] and bits[3] < bits[2]
-        assert dropped == ["up 0/0", "up 0/1"] and len(lines) == 1 and "keeps no residual of 0/0, 0/1" in lines[0]
-        assert "the rule 'nosuch=fp32' matches no sharded module" in bad[0] and "a codec that learns" in bad[1]
+        assert dropped == ["up 0.weight/0", "up 0.weight/1"]
+        assert len(lines) == 1 and "keeps no residual of 0.weight/0, 0.weight/1" in lines[0]
+        assert "the rule 'nosuch=fp32' matches no sharded parameter" in bad[0] and "a codec that learns" in bad[1]
         assert "weights was not given to compress, so weights are left to torch" in plain

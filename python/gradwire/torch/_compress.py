@@ -63,17 +63,15 @@ def compress(
         "*.bias=fp32;1d=fp32;<1024=fp32;head.*=qsgd:bits=8;*=optquant:bits=4" the first pattern that matches decides
         ("2d": two dimensions or more). A codec alone leaves parameters with one dimension, or with fewer than
         `min_elements` elements, in fp32. Where all parameters are "fp32", torch's own collective is used, with the bits
-        of the plain model. Under FSDP2 with one dimension names are those of the modules that fully_shard was called on
-        (the outermost one is "(root)"), because FSDP sends all parameters of a module as one buffer. Under DDP it may
-        be a name that `register` was given, and it may be, or rules may have, "lowrank:rank=4", as PowerSGD. None
-        leaves gradients (HSDP: between replicas) to torch.
+        of the plain model (under FSDP2 with one dimension: all parameters of a module that fully_shard was called on).
+        Under DDP it may be a name that `register` was given, and it may be, or rules may have, "lowrank:rank=4", as
+        PowerSGD. None leaves gradients (HSDP: between replicas) to torch.
     feedback: whether what compression leaves out of a gradient (the residual) is added to the next one. None: under DDP
         and HSDP where the codec asks for it; under FSDP2 off, because it needs a residual of the whole model on every
         rank, not only of its shard. How many bytes that takes is logged (logger "gradwire", level INFO), and is in
         `stats()`.
     residual: torch.float32 or torch.bfloat16, the type that residuals are kept in.
-    min_elements: tensors with fewer elements (under FSDP2 with one dimension: shards) are not compressed, if a codec is
-        given and not rules.
+    min_elements: parameters with fewer elements are not compressed, if a codec is given and not rules.
     scaler: the GradScaler, if there is one. Residuals are kept without its scale, and a step that it skips changes
         nothing.
     seed: of random rounding.

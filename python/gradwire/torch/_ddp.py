@@ -173,7 +173,7 @@ class DdpHook(ReduceHook):
 
     def _connect(self) -> None:
         self._transport = self._make_transport()
-        if self._clock is not None and not self._transport.can_record():
+        if self._clock is not None and not self._transport.recorder.works():
             self._transport.release()
             raise _no_graphs("if NCCL's exchanges can be recorded on all ranks, and here they cannot")
         self._release = weakref.finalize(self, self._transport.release)
@@ -277,7 +277,7 @@ class DdpHook(ReduceHook):
             if chunk is None:
                 known.chunk = self._chunks[known.tensors, 0, 1]
                 if self._clock is not None:
-                    known.chunk.recordings = self._transport.recordings(self._device_of_core, self)
+                    known.chunk.recordings = self._transport.recorder.recordings(self._device_of_core, self)
         else:
             chunk.load(buffer, known.gradients, bucket.index() == 0, bucket.is_last())
             chunk.future = landing  # type: ignore[assignment]

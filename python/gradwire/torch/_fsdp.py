@@ -5,10 +5,7 @@ takes the place of both collectives (_units.py encodes and sends) and keeps what
 
     the step           the gradients of all units in one backward pass. A callback of autograd ends it
     the finite check   if a result of any unit on any rank has a NaN or an Inf, the step changes no residual on any rank
-    the state          residuals by unit and rank, and what codecs have learned
-
-FSDP packs the parameters of a unit into one flat buffer with a shard for every rank. Neither the hook nor a codec sees
-where a parameter begins, so rules cannot name single parameters here: they match the names of modules.
+    the state          residuals by parameter and rank, and what codecs have learned
 
 This is about one dimension, the one that shards. What replicas send each other is the matter of _replicas.py.
 """
@@ -30,9 +27,11 @@ from .._errors import UnsupportedError, UsageError
 from . import _hook, _state
 from ._agree import Handshake, agreed
 from ._compress import refuse_foreign
+from ._fsdp_doors import module_names
 from ._hook import Hook
 from ._lessons import OwnLessons
 from ._rules import check_patterns, rules_of, written_out
+from ._shard_parts import Parts
 from ._state_checks import FORMAT, merged, refusing
 from ._units import Channel, CompressedAllGather, CompressedReduceScatter, UnitCoder, default_collective
 
@@ -154,7 +153,8 @@ class FsdpHook(Hook):
         self._device = _device_of(mesh)
         self._has_rows = mesh.ndim > 1  # which learn for themselves
         self._parameters = [f"{name}: {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
-        self._shard = sum(parameter.numel() for parameter in model.parameters()) // mesh.size()
+        names = module_names(model)
+        self._parts = {unit: Parts(module, names) for unit, module in units.items()}
         self._gradients = self._channel(codec, "codec")
         self._weights = self._channel(given.get("weights"), "weights")
         self.codec = written_out(str(self._gradients.rules))
@@ -173,21 +173,24 @@ class FsdpHook(Hook):
 
     def _channel(self, codec: Any, field: str) -> Channel:
         rules = rules_of(codec, self._options["min_elements"], field) if codec is not None else "*=fp32"
-        check_patterns(rules, self._units, "sharded module", field)
+        check_patterns(rules, self._names(), "sharded parameter", field)
         channel = Channel(rules, self._device, self._threads)
         if field == "weights":
-            for unit in self._units:
+            for parts in self._parts.values():
                 # Refuses here what the first forward pass would refuse.
-                CompressedAllGather.codec(channel, unit, self._shard)
+                CompressedAllGather.refuse_learning(channel, parts)
         return channel
+
+    def _names(self) -> list[str]:
+        return [part.name for parts in self._parts.values() for part in parts.all]
 
     def _place(self, model: torch.nn.Module) -> None:
         """After the ranks have agreed."""
         for name in self._units:
             if self._replaces["codec"]:
-                self._reducers.append(CompressedReduceScatter(self, self._gradients, name))
+                self._reducers.append(CompressedReduceScatter(self, self._gradients, name, self._parts[name]))
             if self._replaces["weights"]:
-                self._gatherers.append(CompressedAllGather(self, self._weights, name))
+                self._gatherers.append(CompressedAllGather(self, self._weights, name, self._parts[name]))
         self._install()
         if not self._replaces["codec"]:
             # Nothing else separates the steps.
@@ -239,7 +242,7 @@ class FsdpHook(Hook):
         """Changes the codecs, or the rules, from the next step on. All ranks must call it between the same two steps.
 
         codec, weights: as for `compress`; None leaves them as they are. Only what `compress` was told to compress can
-        be changed. A module keeps its residual where it has error feedback with the new codec too; otherwise the
+        be changed. A parameter keeps its residual where it has error feedback with the new codec too; otherwise the
         residual is dropped. What a codec has learned is kept where the same codec is used again.
         """
 
@@ -390,8 +393,8 @@ class FsdpHook(Hook):
         return self._skipped_before + max([unit_coder.model.skipped() for unit_coder in coders], default=0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank: its residuals by "module/rank", what codecs have learned, the step. Save it on every
-        rank."""
+        """The state of this rank: its residuals by "parameter/rank", what codecs have learned, the step. Save it on
+        every rank."""
         self._synchronize()
         residuals, learned = (dict(part) for part in self._restored)
         for unit_coder in self._gradients.coders.values():
@@ -428,10 +431,11 @@ class FsdpHook(Hook):
                 # On a mesh of two dimensions each row of it has learned for itself.
                 mine = next(one for one in state if rank in map(str, one["ranks"]))
                 whole["learned"] = merged(mine)["learned"]
-            unknown = [name for name in residuals if name.rpartition("/")[0] not in self._units]
+            known = set(self._names())
+            unknown = [name for name in residuals if name.rpartition("/")[0] not in known]
             if unknown:
                 raise UsageError(
-                    f"the state has a residual of '{unknown[0]}', but no such module of this model is sharded",
+                    f"the state has a residual of '{unknown[0]}', but no such parameter of this model is sharded",
                     field=unknown[0],
                 )
             # Coders of their own say whether they can go on from it, so that a state that is refused changes nothing.

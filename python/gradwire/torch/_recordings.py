@@ -17,25 +17,40 @@ torch's watchdog does not see exchanges in a recording; _watch.py looks after th
 from __future__ import annotations
 
 import time
+import weakref
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, NamedTuple, Protocol
+
+import torch
 
 from .. import _core
+from ._watch import Watch
 
 if TYPE_CHECKING:
     from ._task import Times
+    from ._transport import Exchange, Transport
 
 KEPT = 8  # recordings of a bucket, the oldest goes; and keys that came once
 
 
-class Recordable(Protocol):
-    """A task whose work can run again."""
+class RecordedTask(Protocol):
+    """A BucketTask whose exchanges may be recorded: its `start` and `finish` are in two parts each."""
 
+    last: bool  # of its step
     sent: int  # bytes to other ranks, in this step
     times: "Times"
+    stream: "torch.cuda.Stream | None"
 
+    @property
+    def recordings(self) -> "Recordings | None": ...
+    def on_stream(self) -> ContextManager[object]: ...
+    def open(self) -> None: ...  # what is done in every step
     def key(self) -> "tuple[int, ...] | None": ...  # of what it would enqueue now; None: not to be recorded
     def poll(self) -> None: ...  # raises what is known of damaged messages
+    def encode(self) -> "Exchange | None": ...
+    def reduce(self, received: torch.Tensor) -> "Exchange | None": ...
+    def receive(self, received: torch.Tensor | None) -> None: ...
+    def close(self) -> None: ...  # what is done in every step
 
 
 class _Recorded(NamedTuple):
@@ -52,7 +67,7 @@ class Recordings:
         self._seen: "OrderedDict[tuple[int, ...], None]" = OrderedDict()
         self.is_used = True
 
-    def run(self, task: Recordable, work: Callable[[], None]) -> bool:
+    def run(self, task: RecordedTask, work: Callable[[], None]) -> bool:
         """Does the work on the task's stream. Returns whether it was run from a recording."""
         key = task.key()
         if key is None:
@@ -99,3 +114,74 @@ def _shorten(kept: "OrderedDict[tuple[int, ...], Any]") -> None:
         _, oldest = kept.popitem(last=False)
         if isinstance(oldest, _Recorded):
             oldest.recording.forget()
+
+
+class Recorder:
+    """What a transport on streams does about recordings."""
+
+    def __init__(self, transport: "Transport") -> None:
+        self._transport = weakref.proxy(transport)
+        self._every: list[Recordings] = []
+        self._watch: Watch | None = None
+        self._ran = False  # a recorded exchange, in this step
+
+    def works(self) -> bool:
+        """Whether the exchanges of all ranks can be recorded: this tries it. Collective."""
+        transport = self._transport
+        if not transport.on_streams or not hasattr(transport.up, "abort"):
+            return False
+        if self._watch is not None:
+            return True
+        stream = torch.cuda.Stream(transport.device)
+        mine, every = (torch.ones(n, dtype=torch.uint8, device=transport.device) for n in (1, transport.world))
+        with torch.cuda.stream(stream):
+            stream.wait_stream(torch.cuda.default_stream(transport.device))
+            transport.up._allgather_base(every, mine).wait()  # makes the communicator, which cannot be recorded
+            stream.synchronize()
+            index = transport.device.index or 0
+            recording = _core.Recording(_core.Device("cuda", index=index, stream=stream.cuda_stream))
+            try:
+                recording.begin()
+                transport.up._allgather_base(every, mine).wait()
+                recording.end()
+                mine.fill_(2)
+                recording.run()
+                works = bool((every == 2).all())
+            except RuntimeError:
+                works = False
+            finally:
+                recording.forget()
+            works = all(transport.gather_bytes(bytes([works])))
+        if works:
+            seconds = transport.time_out.total_seconds()
+            self._watch = Watch(transport.up, seconds, transport.rank, transport.lost)
+        return works
+
+    def recordings(self, device: _core.Device, owner: object) -> Recordings:
+        """Of a bucket. They are forgotten with their owner at the latest."""
+        made = Recordings(device)
+        weakref.finalize(owner, made.forget).atexit = False  # Transport.close_all does it
+        self._every = [one for one in self._every if one.is_used] + [made]
+        return made
+
+    def run(self, task: RecordedTask) -> None:
+        """A task, from its start to its finish."""
+
+        def work() -> None:
+            with task.on_stream():
+                task.receive(self._transport.exchanged(task, task.encode()))
+
+        assert task.recordings is not None and self._watch is not None
+        task.open()
+        self._ran |= task.recordings.run(task, work)
+        task.close()
+        if task.last and self._ran:
+            self._watch.step(task.stream)
+            self._ran = False
+
+    def close(self) -> None:
+        for recordings in self._every:
+            recordings.forget()
+        self._every.clear()
+        if self._watch is not None:
+            self._watch.close()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Sequence
 
@@ -25,12 +24,11 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 
 from .._errors import EngineError, UnsupportedError, UsageError
+from ._fsdp_doors import door, locals_of_caller, module_names, name_of, param_groups, refuse_layout
 from ._hook import DTYPES
 
 if TYPE_CHECKING:
     from ._replicas import ReplicaHook
-
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def has_replicas(model: torch.nn.Module) -> bool:
@@ -43,7 +41,7 @@ def has_replicas(model: torch.nn.Module) -> bool:
             theirs.mesh_info
             for module in model.modules()
             if isinstance(module, fsdp.FSDPModule)
-            for theirs in _param_groups(module._get_fsdp_state())
+            for theirs in param_groups(module)
         ]
         return any(info.replicate_mesh_dim is not None for info in infos)
     except (AttributeError, UnsupportedError):
@@ -54,30 +52,13 @@ def has_replicas(model: torch.nn.Module) -> bool:
         )
 
 
-def _param_groups(state: Any) -> list[Any]:
-    """Older torches have one group of parameters for each module that was sharded, or none."""
-    if not hasattr(state, "_fsdp_param_groups") and hasattr(state, "_fsdp_param_group"):
-        return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return list(_door(state, "_fsdp_param_groups"))
-
-
-def _door(owner: Any, name: str) -> Any:
-    if not hasattr(owner, name):
-        raise UnsupportedError(
-            f"torch {torch.__version__} has no {type(owner).__name__}.{name}, which compressing between the replicas "
-            "of FSDP2 needs; torch 2.13 has it",
-            field="torch",
-        )
-    return getattr(owner, name)
-
-
 def _refuse_other_axes(name: str, info: Any) -> None:
     """For a parameter that was a DTensor before it was sharded. torchtitan makes all parameters such, on a mesh with an
     axis for each kind of parallelism, and tells FSDP by `dp_mesh_dims` which axes are its own. What is left over
     changes nothing where it has one rank."""
     mesh, own = getattr(info, "spmd_mesh", None), getattr(info, "dp_mesh_dims", None)
     if mesh is not None and own is not None:
-        ours = {*_door(own, "shard_names"), *_door(own, "replicate_names")}
+        ours = {*door(own, "shard_names"), *door(own, "replicate_names")}
         others = [axis for axis in zip(mesh.mesh_dim_names, mesh.shape) if axis[0] not in ours and axis[1] > 1]
         if not others:
             return
@@ -92,7 +73,7 @@ def _refuse_other_axes(name: str, info: Any) -> None:
 
 def _reduced_as(name: str, theirs: Any) -> torch.dtype:
     """The type that FSDP reduces the gradient of a parameter in, if it is alone in its buffer."""
-    policy, sharded = _door(theirs, "mp_policy"), _door(theirs, "sharded_param")
+    policy, sharded = door(theirs, "mp_policy"), door(theirs, "sharded_param")
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype  # type: ignore[no-any-return]
     if not hasattr(theirs, "sharded_grad_dtype"):  # torch before 2.15: the type that the model computes with
@@ -119,13 +100,13 @@ class Parameter:
 
     def __init__(self, name: str, theirs: Any, dtype: torch.dtype) -> None:
         self.name, self.dtype = name, dtype  # the type that gradients are reduced in
-        self.shape: tuple[int, ...] = tuple(_door(theirs, "_orig_size"))
-        self.shard_shape: tuple[int, ...] = tuple(_door(theirs, "sharded_size"))
-        self.shard_dim = int(_door(_door(theirs, "fsdp_placement"), "dim"))
-        self.padded: int = _door(theirs, "padded_sharded_param_size").numel()
+        self.shape: tuple[int, ...] = tuple(door(theirs, "_orig_size"))
+        self.shard_shape: tuple[int, ...] = tuple(door(theirs, "sharded_size"))
+        self.shard_dim = int(door(door(theirs, "fsdp_placement"), "dim"))
+        self.padded: int = door(theirs, "padded_sharded_param_size").numel()
         self.elements = torch.Size(self.shape).numel()
         self.count = torch.Size(self.shard_shape).numel()  # of the shard
-        self.offloaded = bool(_door(theirs, "offload_to_cpu"))
+        self.offloaded = bool(door(theirs, "offload_to_cpu"))
 
     def cut(self, whole: torch.Tensor, shards: int) -> list[torch.Tensor]:
         """The shards of all ranks, as FSDP cuts them."""
@@ -146,12 +127,10 @@ class Unit:
         self.known: dict[int, int] = {}  # id of FSDP's parameter -> its place in `parameters`
         self.first = 0  # the place of the first one in the hook's list
         for one in theirs.fsdp_params:
-            sharded = _door(one, "sharded_param")
+            sharded = door(one, "sharded_param")
             if not sharded.requires_grad:
                 continue
-            info = _door(one, "_module_info")
-            prefix = names.get(id(info.module), "")
-            name = f"{prefix}.{info.param_name}" if prefix else info.param_name
+            name = name_of(one, names)
             dtype = _reduced_as(name, one)
             if getattr(one, "is_dtensor", False):
                 _refuse_other_axes(name, theirs.mesh_info)
@@ -209,12 +188,7 @@ class Unit:
                 where.append(self.first + place)
                 views.append(flat[at : at + parameter.count].view(parameter.shard_shape))
             at += parameter.padded
-        if at != flat.numel():
-            raise UnsupportedError(
-                f"torch {torch.__version__} reduces {flat.numel()} elements for parameters of {at}: its buffers are "
-                "laid out in a way that is not known here",
-                field="torch",
-            )
+        refuse_layout(flat.numel(), at)
         return where, views
 
     def is_read_early(self, flat: torch.Tensor) -> bool:
@@ -276,16 +250,7 @@ class Buffer:
 
 
 def buffer_of_caller() -> Buffer:
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "foreach_reduce":
-        frame = frame.f_back  # type: ignore[assignment]
-    if frame is None or "fsdp_params" not in frame.f_locals:
-        raise UnsupportedError(
-            f"torch {torch.__version__} does not reduce gradients in foreach_reduce(fsdp_params, ...), which "
-            "compressing between the replicas of FSDP2 needs; torch 2.13 does",
-            field="torch",
-        )
-    return Buffer(frame.f_locals)
+    return Buffer(locals_of_caller("foreach_reduce", "fsdp_params"))
 
 
 class Replicas:
@@ -299,7 +264,7 @@ class Replicas:
         self.shards = self.shard_group.size() if self.shard_group is not None else 1
         self.shard = self.shard_group.rank() if self.shard_group is not None else 0
         self.members: list[int] = sorted(first.mesh_info.mesh.mesh.flatten().tolist())
-        self.device: torch.device = _door(first, "device")
+        self.device: torch.device = door(first, "device")
         place = 0
         for unit in units:
             unit.first = place
@@ -320,28 +285,27 @@ class Replicas:
 
 
 def find(model: torch.nn.Module) -> Replicas:
-    names = {id(module): _without_wrappers(name) for name, module in model.named_modules()}
+    names = module_names(model)
     found: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
-            state = _door(module, "_get_fsdp_state")()
-            for theirs in _param_groups(state):
+            for theirs in param_groups(module):
                 found[id(theirs)] = theirs  # several modules may share a state
     units: list[Unit] = []
     replicated: list[Any] = []
     for theirs in found.values():
-        info = _door(theirs, "mesh_info")
-        _door(theirs, "fsdp_params")
+        info = door(theirs, "mesh_info")
+        door(theirs, "fsdp_params")
         if getattr(info, "replicate_mesh_dim", None) is None:
             continue  # not replicated: left to torch
-        mesh = _door(info, "mesh")
+        mesh = door(info, "mesh")
         if mesh.ndim > 2:
             raise UnsupportedError(
                 f"the model's mesh has {mesh.ndim} dimensions; allowed are meshes of one or two dimensions, replicate "
                 "and shard",
                 field="mesh",
             )
-        _door(info, "replicate_process_group")
+        door(info, "replicate_process_group")
         units.append(Unit(len(units), theirs, names))
         replicated.append(theirs)
         shards = [getattr(one.mesh_info, "shard_process_group", None) for one in replicated]
@@ -352,7 +316,3 @@ def find(model: torch.nn.Module) -> Replicas:
     if not units:
         raise EngineError("the model has replicated parameters, and no parameter group of FSDP has them", field="model")
     return Replicas(units, replicated[0])
-
-
-def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

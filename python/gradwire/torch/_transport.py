@@ -40,12 +40,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from .. import _core
 from .._errors import EngineError
 from ._agree import timeout_of_group
 from ._nodes import Layout
-from ._recordings import Recordable, Recordings
-from ._watch import Watch
+from ._recordings import RecordedTask, Recorder, Recordings
 
 
 class BucketTask(Protocol):
@@ -60,18 +58,6 @@ class BucketTask(Protocol):
     def finish(self, received: torch.Tensor | None) -> None: ...
     def fail(self, error: BaseException) -> None: ...
     def waited(self, phase: str, seconds: float) -> None: ...
-
-
-class RecordedTask(BucketTask, Recordable, Protocol):
-    """One whose exchanges may be recorded, on streams: `start` and `finish` in two parts each."""
-
-    last: bool  # of its step
-    stream: "torch.cuda.Stream | None"
-
-    def open(self) -> None: ...  # what is done in every step
-    def encode(self) -> "Exchange | None": ...
-    def receive(self, received: torch.Tensor | None) -> None: ...
-    def close(self) -> None: ...  # what is done in every step
 
 
 class Exchange:
@@ -139,13 +125,11 @@ class Transport:
         self._lessons = 0  # given to `later` or `in_turn`, and not over
         self._missed: BaseException | None = None  # what has ended one of them early
         # NCCL's communicators wait for the graphs that hold their exchanges, so recordings are forgotten before groups.
-        self._recordings: list[Recordings] = []
-        self._watch: Watch | None = None  # of recorded exchanges
-        self._ran_recorded = False  # one of this step
+        self.recorder = Recorder(self)
         # What was begun on a group, and perhaps never waited for. Each list is changed by one thread only.
         self._begun: dict[str, list["dist.Work"]] = {"up": [], "down": [], "in": [], "out": []}
         timeout = timeout or timeout_of_group(group, self.device) or default_pg_timeout
-        self._path, self._time_out = path, timeout
+        self._path, self.time_out = path, timeout
         phases = ["learn"] if purpose == LESSONS else ["up"] if self.on_streams else ["up", "down", "end"]
         groups = [self._own_group(f"{path}/{phase}", self.rank, self.world, timeout) for phase in phases]
         self.up, self.down, self.end = groups[0], groups[len(groups) // 2], groups[-1]
@@ -230,7 +214,7 @@ class Transport:
             if not self._closed and self._after is not None:
                 self._after.put(None)
             self._closed = True
-            self._forget_recordings()
+            self.recorder.close()
 
     @classmethod
     def close_all(cls) -> None:
@@ -264,56 +248,11 @@ class Transport:
     def _is_exchanging(self) -> bool:
         return any(not work.is_completed() for works in self._begun.values() for work in works)
 
-    # Recorded work, on streams.
-
-    def can_record(self) -> bool:
-        """Whether the exchanges of all ranks can be recorded: this tries it. Collective."""
-        if not self.on_streams or not hasattr(self.up, "abort"):
-            return False
-        if self._watch is not None:
-            return True
-        stream = torch.cuda.Stream(self.device)
-        mine, every = (torch.ones(n, dtype=torch.uint8, device=self.device) for n in (1, self.world))
-        with torch.cuda.stream(stream):
-            stream.wait_stream(torch.cuda.default_stream(self.device))
-            self.up._allgather_base(every, mine).wait()  # makes the communicator, which cannot be recorded
-            stream.synchronize()
-            recording = _core.Recording(_core.Device("cuda", index=self.device.index or 0, stream=stream.cuda_stream))
-            try:
-                recording.begin()
-                self.up._allgather_base(every, mine).wait()
-                recording.end()
-                mine.fill_(2)
-                recording.run()
-                works = bool((every == 2).all())
-            except RuntimeError:
-                works = False
-            finally:
-                recording.forget()
-            works = all(self.gather_bytes(bytes([works])))
-        if works:
-            self._watch = Watch(self.up, self._time_out.total_seconds(), self.rank, self._lost)
-        return works
-
-    def recordings(self, device: "_core.Device", owner: object) -> Recordings:
-        """They are forgotten with their owner at the latest."""
-        made = Recordings(device)
-        weakref.finalize(owner, made.forget).atexit = False  # Transport.close_all does it
-        self._recordings = [one for one in self._recordings if one.is_used] + [made]
-        return made
-
-    def _lost(self, error: EngineError) -> None:
+    def lost(self, error: EngineError) -> None:
         self.failure = self.failure or error
 
-    def _forget_recordings(self) -> None:
-        for recordings in self._recordings:
-            recordings.forget()
-        self._recordings.clear()
-        if self._watch is not None:
-            self._watch.close()
-
     def __del__(self) -> None:
-        self._forget_recordings()
+        self.recorder.close()
         if self._is_exchanging():
             for group in (self.up, self.down, self.end, *self._within.values()):
                 never_free(group)
@@ -356,15 +295,16 @@ class Transport:
             self.check()
             # NCCL's work is ordered after the task's stream, and that after NCCL's; the host does not wait.
             if task.recordings is not None:
-                self._enqueue_recorded(task, task.recordings)  # type: ignore[arg-type]
+                self.recorder.run(task)  # type: ignore[arg-type]
             else:
                 with task.on_stream():
-                    task.finish(self._exchanged(task, task.start()))
+                    task.finish(self.exchanged(task, task.start()))
             self._pending.remove(task)
         except BaseException as error:
             self._fail(task, error)
 
-    def _exchanged(self, task: BucketTask, first: Exchange | None) -> torch.Tensor | None:
+    def exchanged(self, task: "BucketTask | RecordedTask", first: Exchange | None) -> torch.Tensor | None:
+        """On streams: what `finish` is to get, once both exchanges are enqueued."""
         second = None
         if first is not None:
             first.begin(self.up).wait()
@@ -372,19 +312,6 @@ class Transport:
         if second is not None:
             second.begin(self.down).wait()
         return second.recv if second is not None else None
-
-    def _enqueue_recorded(self, task: RecordedTask, recordings: Recordings) -> None:
-        def work() -> None:
-            with task.on_stream():
-                task.receive(self._exchanged(task, task.encode()))
-
-        task.open()
-        self._ran_recorded |= recordings.run(task, work)
-        task.close()
-        if task.last and self._ran_recorded:
-            assert self._watch is not None
-            self._watch.step(task.stream)
-            self._ran_recorded = False
 
     def _up(self, task: BucketTask) -> None:
         try:
@@ -437,8 +364,7 @@ class Transport:
             self.failure = error
         self._pending.remove(task)
         task.fail(error)
-        if self.on_streams:
-            self._forget_recordings()
+        self.recorder.close()
 
     # When a step is complete. What fails here fails the transport.
 
@@ -491,7 +417,7 @@ class Transport:
         group by waiting for each other at torch's store, and while one thread waits there, no other thread of the
         process gets through."""
         if self.on_streams and self._pool is None:
-            self._pool = self._own_group(f"{self._path}/learn", self.rank, self.world, self._time_out, on_host=True)
+            self._pool = self._own_group(f"{self._path}/learn", self.rank, self.world, self.time_out, on_host=True)
 
     def pool_bytes(self, mine: bytes) -> bytes:
         """As gather_bytes, for what was given to `later` or `in_turn`."""

@@ -4,15 +4,16 @@
     CompressedReduceScatter   [world x shard] -> [shard]    encode a message for each owner, all-to-all, reduce
     CompressedAllGather       [shard] -> [world x shard]    encode the shard once, all-gather, decode all shards
 
-To the core a buffer is a model with a tensor "unit/p" for each rank p, which owns it (UnitCoder). FSDP calls the
-collectives in the same order on all ranks, and needs the result when the call returns: in stream order on a GPU,
-otherwise in host memory. So a Channel, which all units share, has one stream and one set of buffers, as large
-as the largest unit needs.
+To the core a unit is a model with a tensor "name/p" for each parameter and each rank p, which owns it (UnitCoder), and
+a buffer has some of these parameters (_shard_parts.py). FSDP calls the collectives in the same order on all ranks, and
+needs the result when the call returns: in stream order on a GPU, otherwise in host memory. So a Channel, which all
+units share, has one stream and one set of buffers, as large as the largest unit needs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any, Iterator, Mapping, Sequence, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from .._errors import UnsupportedError, UsageError
 from . import _state
 from ._hook import DTYPES
 from ._meters import Sent, cost
+from ._shard_parts import Part, Parts
 from ._task import Buffers, Times, between, core_device
 
 if TYPE_CHECKING:
@@ -138,42 +140,51 @@ class Channel:
 
 
 class UnitCoder:
-    """The buffer of one unit as the core sees it, and its coder."""
+    """The parameters of one unit as the core sees them, and their coders."""
 
     def __init__(
-        self,
-        channel: Channel,
-        unit: str,
-        codec: "_core.Codec",
-        count: int,
-        dtype: torch.dtype,
-        group: dist.ProcessGroup,
+        self, channel: Channel, unit: str, parts: Sequence[Part], dtype: torch.dtype, group: dist.ProcessGroup,
         **options: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
+        # What is never sent takes no residual.
+        sent = [part for part in parts if part.trains or options["kind"] == "all_gather"]
+        codecs = {part.name: part.codec(channel.rules) for part in sent}
         if dtype not in DTYPES:
             raise UnsupportedError(
                 f"module '{unit}' sends {str(dtype)[6:]} (uint8 means parameters of several types, sent as bytes); "
-                "allowed are float32, float16 and bfloat16. "
-                f"Give its parameters one type, or leave it to torch with a rule '{unit}=fp32'",
+                "allowed are float32, float16 and bfloat16. Give its parameters one type, or leave them to torch with "
+                "rules that say fp32",
                 field="dtype",
             )
-        self.unit, self.group, self.count, self.dtype = unit, group, count, dtype
-        world = group.size()
+        self.unit, self.group, self.parts, self.dtype = unit, group, parts, dtype
+        self._channel, world = channel, group.size()
+        # Tensor i belongs to rank i % world.
         self.model = _core.ModelCoder(
-            [(f"{unit}/{p}", count, DTYPES[dtype], 2) for p in range(world)],
-            up=f"*={codec}", owner_feedback="off", rank=group.rank(), world=world, device=channel.core_device(),
-            **options,
+            [(f"{part.name}/{p}", part.padded, DTYPES[dtype], len(part.shape)) for part in parts for p in range(world)],
+            up="".join(f"{name}/*={codec};" for name, codec in codecs.items()) + "*=fp32",
+            owner_feedback="off", rank=group.rank(), world=world, device=channel.core_device(), **options,
         )  # fmt: skip
-        self.learns = codec.learns
-        self.keeps = codec.learns or options.get("feedback") == "on"
-        self.coder = _core.BucketCoder(self.model, list(range(world)), channel.core_device())
+        self.learns = any(codec.learns for codec in codecs.values())
+        self.keeps = self.learns or options.get("feedback") == "on"
+        self._coders: dict[tuple[int, ...], _core.BucketCoder] = {}
+
+    def coder(self, present: tuple[int, ...]) -> "_core.BucketCoder":
+        """Of a buffer that has these parameters."""
+        if present not in self._coders:
+            world = self.group.size()
+            tensors = [world * place + p for place in present for p in range(world)]
+            self._coders[present] = _core.BucketCoder(self.model, tensors, self._channel.core_device())
+        return self._coders[present]
+
+    def places(self, present: tuple[int, ...], flat: torch.Tensor, ranks: int = 1) -> list[int]:
+        """The addresses of the parts in a buffer of so many ranks, in the order of the coder's tensors."""
+        counts = [self.parts[place].padded for place in present]
+        begins, size = [*itertools.accumulate(counts, initial=0)][:-1], flat.element_size()
+        return [flat.data_ptr() + (p * sum(counts) + begin) * size for begin in begins for p in range(ranks)]
 
     def plans(self) -> list[str]:
         """What its codec plans with, for people."""
         return [f"{self.unit}: {line}" for line in self.model.plans()]
-
-    def shards(self, flat: torch.Tensor) -> list[int]:
-        return [flat.data_ptr() + p * self.count * flat.element_size() for p in range(self.group.size())]
 
     def check(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Refuses a state that lacks what this unit needs."""
@@ -225,33 +236,27 @@ C = TypeVar("C", bound="_Comm")
 class _Comm:
     """What FSDP calls for one unit."""
 
-    def __init__(self, hook: "FsdpHook", channel: Channel, unit: str) -> None:
-        self.hook, self.channel, self.unit = hook, channel, unit
-        self.coders: dict[tuple[Any, ...], UnitCoder | None] = {}
+    def __init__(self, hook: "FsdpHook", channel: Channel, unit: str, parts: Parts) -> None:
+        self.hook, self.channel, self.unit, self.parts = hook, channel, unit, parts
+        self.is_plain = all(str(part.codec(channel.rules)) == "fp32" for part in parts.all)
+        self.coders: dict[tuple[torch.dtype, dist.ProcessGroup], UnitCoder] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
-    def unit_coder(self, count: int, dtype: torch.dtype, group: dist.ProcessGroup) -> UnitCoder | None:
-        """None: the default collective is used."""
-        key = (count, dtype, group)
-        if key not in self.coders:
-            codec = self.codec(self.channel, self.unit, count)
-            self.coders[key] = None if str(codec) == "fp32" else self.make(codec, count, dtype, group)
-        return self.coders[key]
-
-    @staticmethod
-    def codec(channel: Channel, unit: str, count: int) -> "_core.Codec":
-        return channel.rules.codec_for(unit, 2, count)
+    def unit_coder(self, dtype: torch.dtype, group: dist.ProcessGroup) -> UnitCoder:
+        if (dtype, group) not in self.coders:
+            self.coders[dtype, group] = self.make(dtype, group)
+        return self.coders[dtype, group]
 
     def remade(self: C, channel: Channel) -> C:
         """The same for another channel, with coders for everything that was sent so far."""
-        other = type(self)(self.hook, channel, self.unit)
-        for key in self.coders:
+        other = type(self)(self.hook, channel, self.unit, self.parts)
+        for key in self.coders if not other.is_plain else ():
             other.unit_coder(*key)
         return other
 
-    def make(self, codec: "_core.Codec", count: int, dtype: torch.dtype, group: dist.ProcessGroup) -> UnitCoder:
+    def make(self, dtype: torch.dtype, group: dist.ProcessGroup) -> UnitCoder:
         raise NotImplementedError
 
 
@@ -266,7 +271,7 @@ class CompressedReduceScatter(_Comm):
     ) -> None:
         self.hook._enter(self.unit)
         count, others = output_tensor.numel(), group.size() - 1
-        unit_coder = self.unit_coder(count, input_tensor.dtype, group)
+        unit_coder = None if self.is_plain else self.unit_coder(input_tensor.dtype, group)
         if unit_coder is None:
             default_collective("ReduceScatter")(output_tensor, input_tensor, group, op)
             self.channel.sent(others * count * input_tensor.element_size(), others * count)
@@ -279,26 +284,29 @@ class CompressedReduceScatter(_Comm):
         self.hook._saw(self.unit, unit_coder, output_tensor)
 
     def _reduce(self, unit_coder: UnitCoder, output: torch.Tensor, gradients: torch.Tensor) -> None:
-        channel, coder, hook = self.channel, unit_coder.coder, self.hook
+        channel, hook = self.channel, self.hook
+        present = self.parts.in_gradients(output.numel())
         hook._synchronize()
         unit_coder.model.begin(hook.step, loss_scale=hook._scale(), rate=hook._rate)
         with channel.measure("encode"):
+            coder = unit_coder.coder(present)
             coder.begin()
             slots = coder.up_send
             send = channel.buffers.get("send", sum(slots), channel.device)
-            coder.encode_up(unit_coder.shards(gradients), send.data_ptr(), send.numel())
+            places = unit_coder.places(present, gradients, unit_coder.group.size())
+            coder.encode_up(places, send.data_ptr(), send.numel())
         received = channel.all_to_all(send, slots, coder.up_recv, unit_coder.group)
         with channel.measure("decode"):
-            coder.decode_up(received.data_ptr(), received.numel(), [output.data_ptr()])
+            coder.decode_up(received.data_ptr(), received.numel(), unit_coder.places(present, output))
         others = unit_coder.group.size() - 1
-        channel.sent(sum(slots) - slots[unit_coder.group.rank()], others * unit_coder.count)
+        channel.sent(sum(slots) - slots[unit_coder.group.rank()], others * output.numel())
 
-    def make(self, codec: "_core.Codec", count: int, dtype: torch.dtype, group: dist.ProcessGroup) -> UnitCoder:
+    def make(self, dtype: torch.dtype, group: dist.ProcessGroup) -> UnitCoder:
         options = self.hook._options
         # The replicas of a hybrid mesh must round differently, or their errors would not average out.
         seed = (options["seed"] + (dist.get_global_rank(group, 0) << 32)) % 2**64
         unit_coder = UnitCoder(
-            self.channel, self.unit, codec, count, dtype, group,
+            self.channel, self.unit, self.parts.all, dtype, group,
             kind="reduce_scatter", feedback="on" if options["feedback"] else "off",
             residual=DTYPES[options["residual"]], seed=seed, steps=options["steps"],
         )  # fmt: skip
@@ -307,11 +315,9 @@ class CompressedReduceScatter(_Comm):
         if self.unit in self.channel.coders:
             before = self.channel.coders[self.unit]
             raise UnsupportedError(
-                f"module '{self.unit}' sent {before.count} elements of {before.dtype} per rank before, and sends "
-                f"{count} of {dtype} now, because FSDP leaves out parameters without a gradient. "
-                "Feedback and codecs that learn need the same parameters in every step: call "
-                "set_reduce_scatter_unused_params(True) on the model, or shard such parameters in a module of their "
-                "own",
+                f"the gradients of module '{self.unit}' were {str(before.dtype)[6:]} before, over a group of "
+                f"{before.group.size()} ranks, and are {str(dtype)[6:]} now, over {group.size()}; residuals and what "
+                "codecs learn need the same type and the same ranks in every step",
                 field="unit",
             )
         self.channel.coders[self.unit] = unit_coder
@@ -357,49 +363,43 @@ class CompressedAllGather(_Comm):
             self._group = group
         count, others = input_tensor.numel(), group.size() - 1
         # With reshard_after_forward=N the backward pass gathers, over another group, what the forward pass has decoded.
-        unit_coder = self.unit_coder(count, input_tensor.dtype, group) if group is self._group else None
-        if unit_coder is None:
+        if self.is_plain or group is not self._group:
             self.channel.sent(others * count * input_tensor.element_size(), others * count)
             return default_collective("AllGather")(output_tensor, input_tensor, group, async_op)
         with self.channel.on_stream():
-            self._gather(unit_coder, output_tensor, input_tensor)
+            self._gather(self.unit_coder(input_tensor.dtype, group), output_tensor, input_tensor)
         return None  # complete in stream order
 
     def _gather(self, unit_coder: UnitCoder, output: torch.Tensor, shard: torch.Tensor) -> None:
-        channel, coder = self.channel, unit_coder.coder
+        channel = self.channel
+        present = self.parts.in_weights(shard.numel())
         unit_coder.model.begin(self.hook.step)
         with channel.measure("encode"):
+            coder = unit_coder.coder(present)
             coder.begin()
-            size = coder.down_recv[0]  # all shards have the same codec and size
+            size = coder.down_recv[0]  # all shards have the same codecs and sizes
             mine = channel.buffers.get("send", size, channel.device)
-            coder.encode_down(mine.data_ptr(), size, [shard.data_ptr()])
+            coder.encode_down(mine.data_ptr(), size, unit_coder.places(present, shard))
         received = channel.gather(mine, unit_coder.group)
         with channel.measure("decode"):
-            coder.decode_down(received.data_ptr(), received.numel(), unit_coder.shards(output))
+            places = unit_coder.places(present, output, unit_coder.group.size())
+            coder.decode_down(received.data_ptr(), received.numel(), places)
             unit_coder.model.end()
         others = unit_coder.group.size() - 1
-        channel.sent(others * size, others * unit_coder.count)
+        channel.sent(others * size, others * shard.numel())
 
     @staticmethod
-    def codec(channel: Channel, unit: str, count: int) -> "_core.Codec":
-        codec = channel.rules.codec_for(unit, 2, count)
-        if codec.learns:
-            raise UnsupportedError(
-                f"weights is '{codec}', a codec that learns: the forward and the backward pass would see different "
-                "weights; use one that does not learn, such as unigrid:bits=8",
-                field="weights",
-            )
-        return codec
+    def refuse_learning(channel: Channel, parts: Parts) -> None:
+        for codec in (part.codec(channel.rules) for part in parts.all):
+            if codec.learns:
+                raise UnsupportedError(
+                    f"weights is '{codec}', a codec that learns: the forward and the backward pass would see different "
+                    "weights; use one that does not learn, such as unigrid:bits=8",
+                    field="weights",
+                )
 
-    def make(self, codec: "_core.Codec", count: int, dtype: torch.dtype, group: dist.ProcessGroup) -> UnitCoder:
+    def make(self, dtype: torch.dtype, group: dist.ProcessGroup) -> UnitCoder:
         return UnitCoder(
-            self.channel,
-            self.unit,
-            codec,
-            count,
-            dtype,
-            group,
-            kind="all_gather",
-            feedback="off",
-            seed=self.hook._options["seed"],
-        )
+            self.channel, self.unit, self.parts.all, dtype, group,
+            kind="all_gather", feedback="off", seed=self.hook._options["seed"],
+        )  # fmt: skip
