@@ -26,6 +26,7 @@ namespace {
 #include "codec/bodies.def"
 #include "device/cuda_head.cuh"
 #include "device/cuda_driver.cuh"
+#include "device/cuda_chunks.cuh"
 #include "device/cuda_fast.cuh"
 #include "device/cuda_launch.cuh"
 // clang-format on
