@@ -3,14 +3,30 @@
 //
 // Included by the files of kernels inside an anonymous namespace, after cuda_load.cuh.
 
+// What is asked of a GPU once, for each GPU of the process by itself. Several threads may ask at once.
+struct OncePerDevice {
+  std::atomic<int> known[64] = {};  // 0: not yet
+
+  template <class Ask>
+  int get(Ask ask) {
+    int device = 0;
+    cuda_throw(cudaGetDevice(&device), "device");
+    if (device >= 64) return ask(device);
+    int value = known[device].load(std::memory_order_relaxed);
+    if (value == 0) known[device].store(value = ask(device), std::memory_order_relaxed);
+    return value;
+  }
+};
+
+int device_attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  cuda_throw(cudaDeviceGetAttribute(&value, which, device), "device");
+  return value;
+}
+
 int multiprocessors() {
-  static const int count = [] {
-    int device = 0, sms = 1;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    return sms;
-  }();
-  return count;
+  static OncePerDevice count;
+  return count.get([](int device) { return device_attribute(cudaDevAttrMultiProcessorCount, device); });
 }
 
 unsigned limited(uint64_t wanted, int per_sm) {
@@ -47,7 +63,8 @@ int per_multiprocessor(unsigned threads, size_t shared) {
 template <auto kKernel, unsigned kShared = 0, class... More>
 void launch(CudaJob job, uint64_t items, unsigned items_per_block, unsigned threads, cudaStream_t stream,
             unsigned extra = 0, const More&... more) {
-  static const int per_sm = per_multiprocessor<kKernel>(threads, kShared);
+  static OncePerDevice known;
+  const int per_sm = known.get([&](int) { return per_multiprocessor<kKernel>(threads, kShared); });
   const unsigned room = limited(~uint64_t{0}, per_sm);
   job.main_blocks = std::min(limited(div_up(items, items_per_block), per_sm), room > extra ? room - extra : 1);
   share_out(job, items, items_per_block);

@@ -7,13 +7,9 @@
 
 // The shared memory that a thread block may ask for on this GPU, in bytes.
 unsigned most_shared() {
-  static const int bytes = [] {
-    int device = 0, most = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    return most;
-  }();
-  return static_cast<unsigned>(bytes);
+  static OncePerDevice bytes;
+  return static_cast<unsigned>(
+      bytes.get([](int device) { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); }));
 }
 
 struct CudaEncodeCall {

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "codec/body.h"
 #include "codec/instantiate/cuda_elements.h"

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "codec/topk/cuda.h"
 #include "codec/topk/layout.h"
