@@ -140,11 +140,12 @@ class Ranks:
 
     def results(self, world: int) -> list[tuple[bool, Any]]:
         """(whether it succeeded, result or error) of every rank that still answers."""
-        outcomes = []
+        outcomes: list[tuple[bool, Any]] = []
         for rank, pipe in enumerate(self.pipes[:world]):
             try:
                 if not pipe.poll(PATIENCE):
-                    raise TimeoutError(f"rank {rank} did not answer in {PATIENCE} s")
+                    said = [f"rank {one}: {outcome}" for one, outcome in enumerate(outcomes)]
+                    raise TimeoutError("\n".join([f"rank {rank} did not answer in {PATIENCE} s", *said]))
                 outcomes.append(pipe.recv())
             except EOFError:
                 outcomes.append((False, ("EOFError", "the process is gone", self._death(rank))))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from test_ddp_faults import said
 from test_hooks import needs_fsdp, shard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import gradwire.torch as gw
+from gradwire.torch import _optimizers
 
 
 def left_alone(rank: Rank) -> Any:
@@ -274,10 +277,11 @@ def test_fsdp_has_no_such_option(ranks: Ranks) -> None:
         assert "UsageError: optimizer is an option for DDP and HSDP models; this model uses FSDP2, whose" in words
 
 
-def warned(rank: Rank, codec: str, kind: str) -> Any:
-    from torch.optim.optimizer import _global_optimizer_post_hooks
+def is_watched(hook: gw.Hook) -> bool:
+    return hook._watch in _optimizers.Watch._every
 
-    before = len(_global_optimizer_post_hooks)
+
+def warned(rank: Rank, codec: str, kind: str) -> Any:
     ddp = DDP(network(), process_group=rank.group)
     optimizer = getattr(torch.optim, kind)(ddp.parameters(), lr=1e-3)
     hook = gw.compress(ddp, codec)
@@ -286,11 +290,12 @@ def warned(rank: Rank, codec: str, kind: str) -> Any:
         warnings.simplefilter("always")
         bystander.step()
         train(rank, ddp, optimizer, range(3))
-    left = len(_global_optimizer_post_hooks) - before
+    left = is_watched(hook)
     again = gw.compress(ddp, "onebit")
-    watched = len(_global_optimizer_post_hooks) - before
+    watched = is_watched(again)
     again.remove()
-    return [str(one.message) for one in caught], left, watched, len(_global_optimizer_post_hooks) - before, hook.step
+    words = [str(one.message) for one in caught]
+    return words, [Path(one.filename).name for one in caught], left, watched, is_watched(again), hook.step
 
 
 @pytest.mark.parametrize(
@@ -301,6 +306,32 @@ def warned(rank: Rank, codec: str, kind: str) -> Any:
     ],
 )  # fmt: skip
 def test_an_adam_that_nobody_has_named_is_told_once(ranks: Ranks, codec: str, kind: str, times: int) -> None:
-    for caught, left, watched, after, steps in ranks.run(2, warned, codec, kind):
+    for caught, files, left, watched, after, steps in ranks.run(2, warned, codec, kind):
         assert len(caught) == times and all("optimizer=optimizer" in words for words in caught), caught
-        assert (left, watched, after, steps) == (0, 1, 0, 3)
+        assert files == ["test_adam.py"] * times  # where the optimizer's step was called
+        assert (left, watched, after, steps) == (False, True, False, 3)
+
+
+def collected_within_a_step(rank: Rank) -> int:
+    """Hooks that watch, and that nobody needs any longer, are collected while torch calls what follows a step."""
+    gc.collect()
+    gc.disable()
+    handle = register_optimizer_step_post_hook(lambda *_: gc.collect() and None)
+    try:
+        before, circle = len(_optimizers.Watch._every), []
+        circle += [circle, *(gw.compress(DDP(network(), process_group=rank.group), "onebit") for _ in range(3))]
+        assert len(_optimizers.Watch._every) == before + 3
+        del circle
+        parameter = nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        for _ in range(3):
+            parameter.grad = torch.ones(2)
+            optimizer.step()
+        return len(_optimizers.Watch._every) - before
+    finally:
+        gc.enable()
+        handle.remove()
+
+
+def test_a_hook_may_be_collected_within_a_step_of_an_optimizer(ranks: Ranks) -> None:
+    assert ranks.run(2, collected_within_a_step) == [0, 0]

@@ -202,16 +202,30 @@ def replace_step(optimizer: torch.optim.Optimizer, momentum: "Momentum") -> Call
 
 
 class Watch:
-    """For a hook that suits no Adam, and was given no optimizer: one warning if an Adam steps on the model. torch
-    calls this after every step of every optimizer, until one of them has stepped on the model's parameters."""
+    """For a hook that suits no Adam, and was given no optimizer: one warning if an Adam steps on the model. It is told
+    of every step of every optimizer, until one of them has stepped on the model's parameters.
+
+    torch iterates over its hooks while it calls them, and fails if one is removed meanwhile. Python's garbage collector
+    may take a hook at any time, also then. So all watches share one hook of torch's, which goes when the last watch is
+    removed by somebody, between steps; a watch that is collected only leaves the set.
+    """
+
+    _every: "weakref.WeakSet[Watch]" = weakref.WeakSet()
+    _handle: Any = None
 
     def __init__(self, hook: "ReduceHook") -> None:
         self._hook = weakref.ref(hook)
         self._seen = False
-        self._handle = register_optimizer_step_post_hook(self._after_step)
-        weakref.finalize(hook, self._handle.remove)
+        Watch._every.add(self)
+        if Watch._handle is None:
+            Watch._handle = register_optimizer_step_post_hook(Watch._after_any)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    @staticmethod
+    def _after_any(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for watch in list(Watch._every):
+            watch._after_step(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         hook = self._hook()
         if self._seen or hook is None:
             return
@@ -235,11 +249,14 @@ class Watch:
             )
 
     def is_over(self) -> bool:
-        """Whether there is nothing left to watch. It removes itself here, between steps, because torch iterates over
-        its hooks while it calls them."""
+        """Whether there is nothing left to watch. It removes itself here, between steps."""
         if self._seen:
             self.remove()
         return self._seen
 
     def remove(self) -> None:
-        self._handle.remove()
+        """Not within a step of an optimizer."""
+        Watch._every.discard(self)
+        if Watch._handle is not None and not Watch._every:
+            Watch._handle.remove()
+            Watch._handle = None
