@@ -71,8 +71,11 @@ struct ChunkPlace {
 //
 // Shared memory is used in turns, so that one barrier a chunk (two with sums) is enough: behind it nobody is at the
 // chunk before, and what warp 0 had fetched when it arrived is there for all.
+//
+// One thread block a multiprocessor is asked for by name, because nvcc otherwise gives one of these kernels half of the
+// registers that this leaves it.
 template <class B, bool kFeedback, bool kAhead>
-__global__ void __launch_bounds__(1024) encode_chunks(const __grid_constant__ CudaJob job) {
+__global__ void __launch_bounds__(1024, 1) encode_chunks(const __grid_constant__ CudaJob job) {
   __shared__ ChunkPart both_parts[2][32];
   __shared__ ChunkPlace places[4];
   GW_DYNAMIC_SHARED(float4, ahead_blocks);  // kAhead: a block per warp

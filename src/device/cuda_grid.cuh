@@ -45,14 +45,34 @@ void share_out(CudaJob& job, uint64_t blocks, unsigned warps_per_block) {
   job.aside = static_cast<uint32_t>(min_u64(kTailCosts, job.run));
 }
 
+// The most shared memory that a thread block may have on this GPU.
+unsigned most_shared() {
+  static OncePerDevice bytes;
+  return static_cast<unsigned>(
+      bytes.get([](int device) { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); }));
+}
+
+// Kernels get at most 48 KiB of dynamic shared memory unless they are allowed more. They are allowed all that there is,
+// and once: the limit is the process's, so one that followed the size of each launch could be lowered by a thread while
+// another one launches.
+template <auto kKernel>
+void allow_shared() {
+  static OncePerDevice allowed;
+  allowed.get([](int) {
+    cudaFuncAttributes kernel{};
+    cuda_throw(cudaFuncGetAttributes(&kernel, kKernel), "shared memory");
+    const int most = static_cast<int>(most_shared() - kernel.sharedSizeBytes);
+    cuda_throw(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "shared memory");
+    return most;
+  });
+}
+
 // How many thread blocks of a kernel a multiprocessor holds, with so much shared memory each. Before the kernel is
 // started, because it may then use more than 48 KiB.
 template <auto kKernel>
 int per_multiprocessor(unsigned threads, size_t shared) {
   int blocks = 1;
-  if (shared > 0)
-    cuda_throw(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
-               "shared memory");
+  if (shared > 0) allow_shared<kKernel>();
   cuda_throw(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, static_cast<int>(threads), shared),
              "occupancy");
   return blocks;

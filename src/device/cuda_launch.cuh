@@ -5,13 +5,6 @@
 
 #include "device/cuda_grid.cuh"
 
-// The shared memory that a thread block may ask for on this GPU, in bytes.
-unsigned most_shared() {
-  static OncePerDevice bytes;
-  return static_cast<unsigned>(
-      bytes.get([](int device) { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); }));
-}
-
 struct CudaEncodeCall {
   const CudaJob& job;
   cudaStream_t stream;

@@ -52,6 +52,13 @@ inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
   return *value = which == cudaDevAttrMultiProcessorCount ? 1 : 227 << 10, cudaSuccess;
 }
+struct cudaFuncAttributes {
+  size_t sharedSizeBytes = 0;
+};
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) {
+  return cudaSuccess;
+}
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
   return cudaSuccess;
