@@ -112,7 +112,8 @@ class BucketCoder {
 
   // On a GPU whose Device has a clock, what encode_up to decode_down enqueue after begin() may be recorded as a CUDA
   // graph and run again in a later step, where both steps have the same signature, the calls are given the same
-  // addresses, and the model teaches() nothing in either. poll() then throws what is known of damaged messages.
+  // addresses, and the model teaches() nothing in either. Two steps have the same signature on all ranks or on none.
+  // poll() then throws what is known of damaged messages.
   uint64_t signature() const;
   void poll();
 

@@ -209,6 +209,48 @@ def test_the_bits_of_every_codec(ranks, codec):
         assert (most >= 2 and runs > 4) or gradwire.Codec(codec).learns
 
 
+def courses(rank, codec, sizes, events):
+    """For every bucket what was done with it in each step: run as it is, recorded, or run from a recording."""
+    done = {}
+    run = _recordings.Recordings.run
+
+    def noting(recordings, task, work):
+        kept = len(recordings._recorded)
+        was_recorded = run(recordings, task, work)
+        new = len(recordings._recorded) > kept
+        done.setdefault(tuple(task.tensors), []).append("new" if new else "again" if was_recorded else "plain")
+        return was_recorded
+
+    torch.manual_seed(5)
+    with stand_ins(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_recordings.Recordings, "run", noting)
+        layers = [torch.nn.Linear(a, b) for a, b in zip(sizes, sizes[1:])]
+        ddp = DDP(torch.nn.Sequential(*layers), process_group=rank.group, bucket_cap_mb=0.02)
+        hook = gw.compress(ddp, codec, min_elements=1, cuda_graphs=True)
+        for step in range(36):
+            if "state" in events and step == 7:
+                hook.load_state_dict(hook.state_dict())
+            if "scale" in events and step % 12 == 0:
+                hook.set_loss_scale(2.0**step)
+            x = torch.randn(4, sizes[0], generator=torch.Generator().manual_seed(100 * rank.rank + step))
+            ddp(x).square().mean().backward()
+            ddp.zero_grad()
+        hook.remove()
+    return done
+
+
+@pytest.mark.parametrize("codec", ["qsgd:bits=4", "qsgd:bits=2", "optquant:bits=3,refit=6", "onebit"])
+@pytest.mark.parametrize("events", [(), ("state",), ("scale",)])
+def test_all_ranks_record_in_the_same_step(ranks, codec, events):
+    """NCCL asks for it. There are buckets of which a rank owns nothing, so that it has no residuals there, and ones of
+    which ranks own parts of different sizes."""
+    first, *others = ranks.run(3, courses, codec, (40, 70, 700, 110, 3), events)
+    for other in others:
+        assert other == first
+    done = [what for bucket in first.values() for what in bucket]
+    assert {"plain", "new", "again"} <= set(done)
+
+
 @pytest.mark.parametrize("method", ["scatter", "gather"])
 @pytest.mark.parametrize("feedback", [True, False])
 def test_methods_and_feedback(ranks, method, feedback):
@@ -241,6 +283,50 @@ def long_training(rank):
 def test_a_long_training(ranks):
     for most, runs in ranks.run(2, long_training):
         assert runs > 1500 and most <= 3 * _recordings.KEPT
+
+
+WAYS = {
+    "Adam": ("onebit", {"optimizer": None, "warmup": 6}, {}),
+    "Adam, learning": ("optquant:bits=2,refit=7", {"optimizer": None, "warmup": 6}, {}),
+    "guard": ("qsgd:bits=2", {"guard": 1e-9, "measure_every": 5}, {}),
+    "unused": ("qsgd:bits=4", {"feedback": True}, {"find_unused_parameters": True}),
+    "static": ("qsgd:bits=4", {"feedback": True}, {"static_graph": True}),
+    "views": ("qsgd:bits=4", {"feedback": True}, {"gradient_as_bucket_view": True}),
+}
+
+
+def trained_in_a_way(rank, way, graphs):
+    codec, options, settings = WAYS[way]
+    torch.manual_seed(5)
+    ddp = DDP(network(), process_group=rank.group, bucket_cap_mb=0.02, **settings)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    options = {name: optimizer if name == "optimizer" else value for name, value in options.items()}
+    hook = gw.compress(ddp, codec, **options, **({"cuda_graphs": True} if graphs else {}))
+    course, most = [], 0
+    for step in range(26):
+        optimizer.zero_grad(set_to_none=way != "views")
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank.rank))
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        course.append(([p.detach().clone() for p in ddp.parameters()], hook.residual_hash()))
+        most = max(most, recorded(hook))
+    hook.remove()
+    return course, most
+
+
+def both_in_a_way(rank, way):
+    plain, _ = trained_in_a_way(rank, way, False)
+    with stand_ins():
+        taped, most = trained_in_a_way(rank, way, True)
+    for step, (a, b) in enumerate(zip(plain, taped)):
+        assert equal(a[0], b[0]) and a[1] == b[1], f"step {step}"
+    return most
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_train(ranks, way):
+    for most in ranks.run(2, both_in_a_way, way):
+        assert (most == 0) == (way == "unused")  # which parameters are unused is asked in every step
 
 
 def fails(rank):

@@ -202,6 +202,9 @@ def options(rank):
     for name, value in {"down": "fp16", "method": "gather", "guard": 0.5, "owner_feedback": True}.items():
         with pytest.raises(gradwire.UnsupportedError, match=f"has no option {name}"):
             gw.compress(ddp, "py-sign", **{name: value})
+    with pytest.raises(gradwire.UnsupportedError, match="buckets cannot be recorded"):
+        gw.compress(ddp, "py-sign", cuda_graphs=True)
+    hook = gw.compress(ddp, "py-sign", cuda_graphs=False)
     for rules in ("1d=fp32;*=py-sign", "py-sign:bits=4", "0.*=py-sign;*=qsgd:bits=4"):
         with pytest.raises(gradwire.UnsupportedError, match="stands alone and without parameters"):
             gw.compress(ddp, rules)

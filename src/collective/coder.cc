@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "collective/model_core.h"
+#include "core/bits.h"
 #include "core/refuse.h"
 #include "gradwire/error.h"
 
@@ -144,6 +145,7 @@ void ModelCoder::restore(ErrorFeedback&& state) {
   s.feedback = std::move(state);
   for (Learning* one : s.learnings) one->restore(s.feedback);
   s.save_learned();
+  ++s.restored;
 }
 
 struct BucketCoder::State {
@@ -225,7 +227,14 @@ void BucketCoder::begin(std::span<const uint8_t> idle) {
   s.core.begin(s.model.context(all));
 }
 
-uint64_t BucketCoder::signature() const { return state_->core.signature(); }
+uint64_t BucketCoder::signature() const {
+  const State& s = *state_;
+  // A rank that owns no shard of this bucket has no residual here whose address could tell these apart.
+  uint64_t hash = s.core.signature();
+  for (const uint64_t word : {s.model.ended & 1, s.model.restored, uint64_t{float_bits(s.model.how.loss_scale)}})
+    hash = mix64(hash ^ word) + word;
+  return hash;
+}
 void BucketCoder::poll() {
   for (const Direction direction : {Direction::up, Direction::down})
     if (direction == Direction::up ? state_->core.has_up() : state_->core.has_down()) state_->core.poll(direction);

@@ -122,6 +122,7 @@ void ModelCore::end() {
   FeedbackAccess::store(feedback).commit_if_finite(*step, finite, options.reduce.device);
   finite.end_step(options.reduce.device);
   step.reset();
+  ++ended;
 }
 
 void ModelCore::settle() {
@@ -132,6 +133,7 @@ void ModelCore::commit() {
   feedback.commit(*step);
   finite.end_step(options.reduce.device);
   step.reset();
+  ++ended;
   save_learned();
 }
 

@@ -60,6 +60,9 @@ struct ModelCore {
   FiniteCheck finite;
   std::vector<bool> divisible;
   std::array<uint64_t, 2> epochs{};   // of the codecs, by direction
+  // Steps that have ended, and states that were restored: the same numbers on all ranks. Residual buffers change places
+  // with each of the former, and are others after each of the latter.
+  uint64_t ended = 0, restored = 0;
   std::optional<uint64_t> step;       // the open one
   std::optional<uint64_t> taught;     // one that has ended, and whose statistics are not yet learned from
   std::optional<uint64_t> undecided;  // one that was left open

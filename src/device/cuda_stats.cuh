@@ -12,8 +12,8 @@ __device__ __forceinline__ uint32_t block_max(const float (&x)[32]) {
 }
 
 // Sums over the warp's block; all lanes get the result. Adding 1.5 * 2^23 rounds to the nearest integer, ties to even
-// as the CPU does, and leaves it in the low bits: an eighth of what a conversion costs. What is added in front of it is
-// taken away once, from the sum.
+// as the CPU does, and leaves it in the low bits. Additions have more units than conversions. What is added in front of
+// it is taken away once, from the sum.
 template <SumKind kKind>
 __device__ __forceinline__ Sums warp_sums_of(const float (&x)[32], Grid grid) {
   constexpr float kRound = 0x1.8p23f;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work of a GPU's stream that is recorded once and run again with one call, as a CUDA graph: where a training waits for
-// its host, twenty launches a bucket are most of what compression costs.
+// Work of a GPU's stream that is recorded once and run again with one call, as a CUDA graph. It is for trainings that
+// wait for their host: a bucket takes some twenty launches otherwise.
 //
 // What runs again has the addresses and arguments that were recorded. The one thing that changes from step to step by
 // itself is the step, which kernels read from Device::clock. Work of other streams is recorded too, if it follows from

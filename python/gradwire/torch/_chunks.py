@@ -149,7 +149,7 @@ class Chunk(CodingTask):
             with self.measure("encode", "up"):
                 send, slots, answers = self.encode_up(self.pointers)
                 self.hook._meters.measure(self, send)
-            return self.exchange("up", send, slots, answers)
+            return self.exchange("up", send, slots, answers, room=len(answers) * max(slots, default=0))
 
     def _unused(self) -> list[int]:
         """With find_unused_parameters: which parameters no rank has used in this step. DDP discards their result, so
@@ -167,15 +167,14 @@ class Chunk(CodingTask):
         self.decode_answer(received)
 
     def close(self) -> None:
-        if self.last or self.settle is not None:
-            with self.on_stream():
-                if self.settle is not None:
-                    self.settle()
-                    self.settle = None
-                if self.last:
-                    self.hook._end(self.hook._used)
-        if self.future is not None:
-            self.future.set_result(self.buffer)
+        with self.on_stream():  # a future records an event on the stream of whoever completes it
+            if self.settle is not None:
+                self.settle()
+                self.settle = None
+            if self.last:
+                self.hook._end(self.hook._used)
+            if self.future is not None:
+                self.future.set_result(self.buffer)
 
     def fail(self, error: BaseException) -> None:
         if self.future is not None:

@@ -111,8 +111,8 @@ def compress(
         torch; with one rank in each node there is only one level. Refused with optimizer=. Default: one level.
 
     cuda_graphs: on a GPU with NCCL, whether what a bucket enqueues, exchanges included, is recorded as a CUDA graph and
-        run again in later steps, which saves the host most of its work for a bucket. No value depends on it. If a rank
-        is gone, the process group is aborted after its time-out. Default: False.
+        run again in later steps, with one call of the host. No value depends on it. If a rank is gone, gradwire's own
+        process group is aborted after its time-out. Default: False.
 
     Only for HSDP:
 

@@ -48,6 +48,11 @@ class PythonHook(DdpHook):
         for name in _REFUSED:
             if name in given:
                 raise UnsupportedError(f"'{codec.name}' is a codec in Python, which has no option {name}", field=name)
+        if given.get("cuda_graphs"):
+            raise UnsupportedError(
+                f"'{codec.name}' is a codec in Python, whose buckets cannot be recorded; leave cuda_graphs= out",
+                field="cuda_graphs",
+            )
         if self._keeps and given.get("optimizer") is not None:
             raise UnsupportedError(
                 f"'{codec.name}' is a codec in Python, for which Adam's momentum cannot be exchanged; leave optimizer= "

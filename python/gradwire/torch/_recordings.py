@@ -7,19 +7,23 @@ kernels read it (_core.Device's clock). Everything else that could change is the
 which tables, which of its two residual buffers is the current one, the loss scale, the buffers of messages. So a bucket
 usually has two recordings, which take turns.
 
-NCCL wants all ranks to record an exchange, or none, so the decision follows from nothing that one rank alone knows: a
-key that comes for the second time is recorded, and keys come in the same order on all ranks. A step that teaches
-something, or is measured, does more than other steps, and is run as it is.
+NCCL wants all ranks to record an exchange in the same step, and to run the recordings of that step, or none. A key that
+comes for the second time is recorded, so what keys are made of must come again on all ranks or on none: a rank without
+residuals in a bucket has keys that take turns like those of the others, and all ranks make their buffers as large as
+the largest one needs. A step that teaches something, or is measured, does more than other steps, and is run as it is.
 
 torch's watchdog does not see exchanges in a recording; _watch.py looks after them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import time
 import weakref
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Callable, ContextManager, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, Iterator, NamedTuple, Protocol
 
 import torch
 
@@ -88,13 +92,14 @@ class Recordings:
             return False
         recording = _core.Recording(self._device)
         before = task.sent
-        recording.begin()
-        try:
-            work()
-            recording.end()
-        except BaseException:
-            recording.forget()
-            raise
+        with _no_collection():
+            recording.begin()
+            try:
+                work()
+                recording.end()
+            except BaseException:
+                recording.forget()
+                raise
         self._recorded[key] = _Recorded(recording, task.sent - before)
         _shorten(self._recorded)
         recording.run()
@@ -107,6 +112,19 @@ class Recordings:
             one.recording.forget()
         self._recorded.clear()
         self._seen.clear()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """What Python's garbage collector finds may be something that waits for the GPU when it goes, and that ends a
+    capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _shorten(kept: "OrderedDict[tuple[int, ...], Any]") -> None:
@@ -133,29 +151,45 @@ class Recorder:
         if self._watch is not None:
             return True
         stream = torch.cuda.Stream(transport.device)
-        mine, every = (torch.ones(n, dtype=torch.uint8, device=transport.device) for n in (1, transport.world))
         with torch.cuda.stream(stream):
-            stream.wait_stream(torch.cuda.default_stream(transport.device))
+            mine, every = (torch.ones(n, dtype=torch.uint8, device=transport.device) for n in (1, transport.world))
             transport.up._allgather_base(every, mine).wait()  # makes the communicator, which cannot be recorded
             stream.synchronize()
             index = transport.device.index or 0
             recording = _core.Recording(_core.Device("cuda", index=index, stream=stream.cuda_stream))
             try:
-                recording.begin()
-                transport.up._allgather_base(every, mine).wait()
-                recording.end()
-                mine.fill_(2)
-                recording.run()
-                works = bool((every == 2).all())
-            except RuntimeError:
-                works = False
+                works = self._on_all(functools.partial(self._record, recording, every, mine))
+                works = works and self._on_all(functools.partial(self._replay, recording, every, mine))
             finally:
                 recording.forget()
-            works = all(transport.gather_bytes(bytes([works])))
         if works:
             seconds = transport.time_out.total_seconds()
             self._watch = Watch(transport.up, seconds, transport.rank, transport.lost)
         return works
+
+    def _on_all(self, attempt: Callable[[], bool]) -> bool:
+        """Whether it works on all ranks, so that none goes on alone with an exchange."""
+        try:
+            works = attempt()
+        except RuntimeError:
+            works = False
+        return all(self._transport.gather_bytes(bytes([works])))
+
+    def _record(self, recording: _core.Recording, every: torch.Tensor, mine: torch.Tensor) -> bool:
+        recording.begin()
+        try:
+            self._transport.up._allgather_base(every, mine).wait()
+            recording.end()
+        except RuntimeError:
+            recording.forget()  # before the ranks exchange what they have found
+            raise
+        return True
+
+    @staticmethod
+    def _replay(recording: _core.Recording, every: torch.Tensor, mine: torch.Tensor) -> bool:
+        mine.fill_(2)
+        recording.run()
+        return bool((every == 2).all())
 
     def recordings(self, device: _core.Device, owner: object) -> Recordings:
         """Of a bucket. They are forgotten with their owner at the latest."""

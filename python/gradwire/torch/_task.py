@@ -75,14 +75,15 @@ class Buffers:
         self._buffers: dict[tuple[str, torch.device, bool], torch.Tensor] = {}
         self._last: dict[tuple[str, torch.device, bool], torch.Tensor] = {}  # given last
 
-    def get(self, name: str, size: int, device: torch.device, pinned: bool = False) -> torch.Tensor:
-        key = (name, device, pinned)
+    def get(self, name: str, size: int, device: torch.device, pinned: bool = False, room: int = 0) -> torch.Tensor:
+        """room: what no rank's request exceeds. With it the buffers of all ranks are made in the same step."""
+        key, room = (name, device, pinned), max(size, room)
         last = self._last.get(key)
-        if last is not None and last.numel() == size:
+        if last is not None and last.numel() == size and self._buffers[key].numel() >= room:
             return last
-        if key not in self._buffers or self._buffers[key].numel() < size:
+        if key not in self._buffers or self._buffers[key].numel() < room:
             self.made += 1
-            self._buffers[key] = torch.empty(max(size, 16), dtype=torch.uint8, device=device, pin_memory=pinned)
+            self._buffers[key] = torch.empty(max(room, 16), dtype=torch.uint8, device=device, pin_memory=pinned)
         self._last[key] = self._buffers[key][:size]
         return self._last[key]
 
@@ -133,16 +134,18 @@ class StagedTask:
         self.times.add("wait", phase, seconds)
 
     def exchange(
-        self, name: str, send: torch.Tensor, send_slots: list[int], recv_slots: list[int], rank: int | None = None
-    ) -> Exchange:
+        self, name: str, send: torch.Tensor, send_slots: list[int], recv_slots: list[int], rank: int | None = None,
+        room: int = 0,
+    ) -> Exchange:  # fmt: skip
         """`send` and room for the answer, both in the memory that the transport uses. rank: this one's slot, if the
-        exchange is not one between the ranks of the transport."""
+        exchange is not one between the ranks of the transport. room: as for Buffers.get."""
         if self.through_host:
             host = self.buffers.get(name + " send", send.numel(), torch.device("cpu"), pinned=True)
             host.copy_(send, non_blocking=True)
             self._synchronize()
             send = host
-        recv = self.buffers.get(name + " recv", sum(recv_slots), self.transport.device, pinned=self.through_host)
+        size, pinned = sum(recv_slots), self.through_host
+        recv = self.buffers.get(name + " recv", size, self.transport.device, pinned, room)
         copies = len(recv_slots) - 1 if len(send_slots) == 1 else 1
         own = self.transport.rank if rank is None else rank
         self.sent += copies * send.numel() - (send_slots[own] if len(send_slots) > 1 else 0)
@@ -173,8 +176,11 @@ class CodingTask(StagedTask):
     ) -> None:  # fmt: skip
         super().__init__(transport, device, times, stream)
         self.tensors = tensors
+        # No reference to the task itself: a coder waits for the GPU when it goes, so it goes when the task is dropped,
+        # and not when Python finds a circle some time.
+        stream = self.stream
         self._make = lambda: _core.BucketCoder(
-            model, tensors, core_device(device, self.stream, threads, clock), chunk, chunks
+            model, tensors, core_device(device, stream, threads, clock), chunk, chunks
         )
         self._coder: "_core.BucketCoder | None" = None
         self.pointers: list[int] = []  # of the tensors, which are encoded and then replaced by the result
@@ -204,7 +210,7 @@ class CodingTask(StagedTask):
             send = self.buffers.get("down", slots[rank], self.device)
             self.coder.encode_down(send.data_ptr(), send.numel(), values)
             return send, slots[rank : rank + 1], slots
-        send = self.buffers.get("down", world * slots[rank], self.device)
+        send = self.buffers.get("down", world * slots[rank], self.device, room=world * max(slots))
         rows = send.view(world, slots[rank])
         self.coder.encode_down(rows[rank].data_ptr(), slots[rank], values)
         if slots[rank]:
