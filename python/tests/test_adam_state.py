@@ -70,6 +70,19 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(ranks: Ranks, tmp_path:
         assert equal(a, c) and equal(b, d) and taken == 12
 
 
+@pytest.mark.parametrize("options", [{"down": "qsgd:bits=4"}, {"method": "gather"}])
+def test_a_run_that_is_resumed_after_its_warm_up_goes_on_learning(
+    ranks: Ranks, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Nothing learns in the warm-up then, in which a new hook begins."""
+    codec = "optquant:bits=2,refit=5"
+    whole = ranks.run(2, run_all, codec, 24, options)
+    ranks.run(2, save_half, codec, 9, str(tmp_path), None, options)
+    resumed = ranks.run(2, resume, codec, range(9, 24), str(tmp_path), 2, False, options)
+    for (a, b), (c, d, _, _) in zip(whole, resumed):
+        assert equal(a, c) and equal(b, d)
+
+
 @pytest.mark.parametrize("gather, world", [(None, 3), ("all", 1), ("merged", 3)])
 def test_another_number_of_ranks(ranks: Ranks, tmp_path: Path, gather: str | None, world: int) -> None:
     before = ranks.run(2, run_all, "onebit", 7)

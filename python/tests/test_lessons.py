@@ -343,3 +343,32 @@ def prepares(rank, kind):
 @pytest.mark.parametrize("kind", ["ddp", "replicas", "mesh"])
 def test_a_hook_prepares_for_lessons_when_its_codec_learns(ranks, kind):
     assert all(counts == [0, 1, 1, 2] for counts in run(ranks, kind, prepares))
+
+
+def loads(rank, kind):
+    """Two hooks, one of which loads the state of the other: how often they have prepared for lessons. Nothing learns
+    in Adam's warm-up here, in which a hook begins."""
+    prepared, counts = [], []
+    with patched(Transport, "prepare_lessons", lambda before: lambda self: (prepared.append(self), before(self))):
+        for steps in (4, 0):
+            model, plain = model_of(rank, kind, "qsgd:bits=4")
+            plain.remove()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            hook = gw.compress(model, OFTEN, optimizer=optimizer, warmup=2, down="qsgd:bits=4", min_elements=0)
+            for number in range(steps):
+                step(rank, model, number)
+                optimizer.step()
+                optimizer.zero_grad()
+            if steps:
+                state = hook.state_dict()
+            else:
+                hook.load_state_dict(state)
+            counts.append((len(prepared), hook._learns))
+            hook.remove()
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["ddp", "replicas"])
+def test_a_state_of_a_later_phase_prepares_for_lessons_too(ranks, kind):
+    for found in run(ranks, kind, loads):
+        assert found == [(1, True), (2, True)]

@@ -151,10 +151,10 @@ class DdpHook(ReduceHook):
         return [chosen.codec_for(name, p.dim(), p.numel()) for name, p in zip(self._names, self._parameters)]
 
     def _use(self, codec: str, down: Any, model: "_core.ModelCoder") -> None:
-        self.codec, self._down, self._model = codec, down, model
+        self.codec, self._down = codec, down
+        self._take(model)
         # Every codec is fp32: the process group's own all-reduce gives the bits of plain DDP.
         self._plain = self._is_exact(codec, down)
-        self._learns = model.learns()
 
     def __repr__(self) -> str:
         elements = self._meters.whole
@@ -219,7 +219,7 @@ class DdpHook(ReduceHook):
         for tensor in self._meters.exempt:
             model.exempt(tensor)
         self._skipped_before += self._model.skipped()
-        self._model = model
+        self._take(model)
         self._forget_chunks()
 
     def _forget_chunks(self) -> None:
@@ -299,7 +299,7 @@ class DdpHook(ReduceHook):
             tensors, self._meters.elements, self._model, 0 if self._transport.on_streams else self._chunk_elements
         )
         if bucket.index() == 0 and keys[0] not in self._chunks:
-            self._forget_chunks()  # DDP has rebuilt its buckets, or the size of chunks has changed
+            self._chunks.clear()  # DDP has rebuilt its buckets, or the size of chunks has changed
         for key in keys:
             if key not in self._chunks:
                 self._chunks[key] = Chunk(self, *key)

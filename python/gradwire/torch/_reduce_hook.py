@@ -178,6 +178,10 @@ class ReduceHook(Hook):
         self._exposed.restart()
         _state.log_dropped(dropped)
 
+    def _take(self, model: "_core.ModelCoder") -> None:
+        self._model = model
+        self._learns = model.learns()
+
     def _prepare_lessons(self) -> None:
         """Before the first step with these codecs, at the same point of the training on all ranks."""
         if self._learns:

@@ -82,6 +82,7 @@ def load(hook: "ReplicaHook", state: Mapping[str, Any] | Sequence[Mapping[str, A
         hook._shards.load_state_dict(whole["shards"])
     hook.step = hook._meters.steps = whole["step"]
     hook._replace_model(model)
+    hook._prepare_lessons()  # the state may be of a later phase, whose codecs learn
     hook._warm = hook._is_warm(adam["taken"])
     if hook._momentum is not None:
         hook._momentum.restore(adam)

@@ -174,8 +174,8 @@ class ReplicaHook(ReduceHook):
         return [chosen.codec_for(one.name, len(one.shape), one.elements) for one in self._mesh.parameters]
 
     def _use(self, codec: str, down: Any, model: "_core.ModelCoder") -> None:
-        self.codec, self._down, self._model = codec, down, model
-        self._learns = model.learns()
+        self.codec, self._down = codec, down
+        self._take(model)
         # Every codec is fp32: the process group's own all-reduce gives the bits of plain FSDP2.
         self._plain = self._is_exact(codec, down)
 
@@ -260,7 +260,7 @@ class ReplicaHook(ReduceHook):
 
     def _replace_model(self, model: "_core.ModelCoder") -> None:
         self._skipped_before += self._model.skipped()
-        self._model = model
+        self._take(model)
         self._chunks.clear()
 
     # One step.

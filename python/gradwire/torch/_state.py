@@ -263,6 +263,7 @@ def load(hook: "DdpHook", state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     hook._meters.steps = hook.step
     hook._meters.exempt = [hook._names.index(name) for name in whole["exempt"]]
     hook._replace_model(model)
+    hook._prepare_lessons()  # the state may be of a later phase, whose codecs learn
     hook._restore_own(own)
     hook._warm = hook._is_warm(adam["taken"])
     if hook._momentum is not None:
