@@ -432,7 +432,7 @@ def refused(rank, shape, how):
     return said(lambda: gw.compress(model, codec, optimizer=optimizer))
 
 
-ONE_DIMENSION = "optimizer is an option for DDP and HSDP models; this model uses FSDP2, whose reduce-scatter is about"
+ONE_DIMENSION = "optimizer is an option for DDP and HSDP models; this model uses FSDP2, whose reduce-scatter leaves"
 
 
 @pytest.mark.parametrize(

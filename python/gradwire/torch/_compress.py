@@ -116,8 +116,8 @@ def compress(
 
     Only for HSDP:
 
-    gradients: codec or rules (by module names) for the reduce-scatter within the shard dimension, without feedback.
-        Default: None, left to torch.
+    gradients: codec or rules for the reduce-scatter within the shard dimension, without feedback. Default: None, left
+        to torch.
 
     Only for FSDP2 and HSDP:
 
@@ -154,8 +154,8 @@ def compress(
 
 # Why, where a user may ask.
 _BECAUSE = {
-    ("FSDP2", "optimizer"): ", whose reduce-scatter is about whole modules, and leaves every rank with elements of its "
-    "own: a rank has Adam's moments of its shard only, and would have to send momentum of all elements"
+    ("FSDP2", "optimizer"): ", whose reduce-scatter leaves every rank with elements of its own: a rank has Adam's "
+    "moments of its shard only, and would have to send momentum of all elements"
 }
 
 

@@ -66,7 +66,8 @@ def _refuse_other_axes(name: str, info: Any) -> None:
     else:
         why = "by tensor parallelism too"
     raise UnsupportedError(
-        f"parameter '{name}' is distributed {why}; allowed are meshes of one or two dimensions, replicate and shard",
+        f"parameter '{name}' is distributed {why}; allowed are meshes of one or two dimensions, replicate and shard, "
+        "and further axes of one rank",
         field="mesh",
     )
 

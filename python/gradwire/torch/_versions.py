@@ -7,7 +7,7 @@ from types import ModuleType
 from .._errors import UnsupportedError
 
 TORCH = (2, 1)
-_TESTED = "2.11 and 2.13 were tested: pip install --upgrade torch"
+_TESTED = "2.11, 2.13 and 2.15 were tested: pip install --upgrade torch"
 
 
 def check_torch(version: str) -> None:
