@@ -509,6 +509,25 @@ def test_rules_go_by_the_names_and_sizes_of_whole_parameters(meshes):
         assert found["blocks.2.weight"] == "onebit"
 
 
+def within_the_shards(rank, shape, rules):
+    """The worst error of each parameter's gradient, relative to its largest magnitude."""
+    plain, model = made(rank, shape), made(rank, shape)
+    hook = gw.compress(model, None, gradients=rules)
+    for one in plain, model:
+        backward(rank, one, 0)
+    exact, found = gradients(plain), gradients(model)
+    worst = {name: difference({name: exact[name]}, {name: found[name]}) for name in exact}
+    return worst, hook.stats()["gradients"]["bits"]
+
+
+def test_rules_within_the_shard_dimension_go_by_the_names_of_parameters(meshes):
+    rules = "blocks.0.weight=fp32;*.weight=unigrid:bits=16;*=fp32"
+    for worst, bits in run(meshes, (2, 3), within_the_shards, rules):
+        coarse = {name for name, error in worst.items() if error > 1e-6}
+        assert coarse == {f"{name}.weight" for name in ("blocks.1", "blocks.2", "head")}
+        assert max(worst.values()) < 1e-3 and 16 < bits < 32
+
+
 def recipe(rank, shape):
     """As in torchtitan: the mesh, the wrapping, and one line more."""
     torch.manual_seed(3)
@@ -555,6 +574,7 @@ FOREIGN = "' of the model is not one of the optimizer's"
         ((2, 2), dict(codec="dqsgd:mode=paper"), None, ["must see a whole step before any of it is sent"]),
         ((2,), dict(weights="unigrid:bits=8"), None, ["this model is replicated only"]),
         ((2, 3), dict(weights="optquant:bits=4"), None, ["a codec that learns"]),
+        ((2, 3), dict(gradients="blocks.0=fp32;*=qsgd"), None, ["'blocks.0=fp32' matches no sharded parameter"]),
     ],
 )
 def test_what_cannot_be_done_is_refused_on_all_ranks(meshes, shape, options, only, words):
