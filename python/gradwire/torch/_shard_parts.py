@@ -28,6 +28,10 @@ class Part(NamedTuple):
         """Rules are about whole parameters."""
         return rules.codec_for(self.name, len(self.shape), math.prod(self.shape))
 
+    def tensors(self, ranks: int) -> list[str]:
+        """The names of the parts of all ranks, as the core and states have them."""
+        return [f"{self.name}/{p}" for p in range(ranks)]
+
 
 class Parts:
     """Those of the parameters that a module has as a unit of FSDP."""
@@ -44,15 +48,7 @@ class Parts:
 
     def in_gradients(self, count: int) -> tuple[int, ...]:
         """Which are in the buffer that FSDP reduce-scatters in a call of ours, with so many elements for a rank."""
-        places = self._places(locals_of_caller("foreach_reduce", "fsdp_params")["fsdp_params"], count)
-        for part in (self.all[place] for place in places):
-            if not part.trains:
-                raise UsageError(
-                    f"parameter '{part.name}' requires a gradient, and did not when compress was called; call compress "
-                    "again",
-                    field="parameters",
-                )
-        return places
+        return self._places(locals_of_caller("foreach_reduce", "fsdp_params")["fsdp_params"], count)
 
     def in_weights(self, count: int) -> tuple[int, ...]:
         """Which are in the buffer that FSDP gathers."""

@@ -146,9 +146,10 @@ class UnitCoder:
         self, channel: Channel, unit: str, parts: Sequence[Part], dtype: torch.dtype, group: dist.ProcessGroup,
         **options: Any,
     ) -> None:  # fmt: skip
-        # What is never sent takes no residual.
-        sent = [part for part in parts if part.trains or options["kind"] == "all_gather"]
-        codecs = {part.name: part.codec(channel.rules) for part in sent}
+        feedback = options["feedback"] == "on"
+        codecs = {part.name: part.codec(channel.rules) for part in parts}
+        # Of what is not trained nothing is kept: it would take residuals, and distort what is learned from the others.
+        sent = [part.name for part in parts if part.trains or not keeps(codecs[part.name], feedback)]
         if dtype not in DTYPES:
             raise UnsupportedError(
                 f"module '{unit}' sends {str(dtype)[6:]} (uint8 means parameters of several types, sent as bytes); "
@@ -160,12 +161,12 @@ class UnitCoder:
         self._channel, world = channel, group.size()
         # Tensor i belongs to rank i % world.
         self.model = _core.ModelCoder(
-            [(f"{part.name}/{p}", part.padded, DTYPES[dtype], len(part.shape)) for part in parts for p in range(world)],
-            up="".join(f"{name}/*={codec};" for name, codec in codecs.items()) + "*=fp32",
+            [(name, part.padded, DTYPES[dtype], len(part.shape)) for part in parts for name in part.tensors(world)],
+            up="".join(f"{name}/*={codecs[name]};" for name in sent) + "*=fp32",
             owner_feedback="off", rank=group.rank(), world=world, device=channel.core_device(), **options,
         )  # fmt: skip
-        self.learns = any(codec.learns for codec in codecs.values())
-        self.keeps = self.learns or options.get("feedback") == "on"
+        self.learns = any(codecs[name].learns for name in sent)
+        self.keeps = self.learns or feedback
         self._coders: dict[tuple[int, ...], _core.BucketCoder] = {}
 
     def coder(self, present: tuple[int, ...]) -> "_core.BucketCoder":
@@ -223,6 +224,11 @@ class UnitCoder:
         return residuals, learned
 
 
+def keeps(codec: "_core.Codec", feedback: bool) -> bool:
+    """Whether something of a parameter with this codec is kept from step to step."""
+    return codec.learns or (feedback and not codec.lossless)
+
+
 def default_collective(name: str) -> Any:
     """The collective that FSDP uses by default."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
@@ -238,7 +244,9 @@ class _Comm:
 
     def __init__(self, hook: "FsdpHook", channel: Channel, unit: str, parts: Parts) -> None:
         self.hook, self.channel, self.unit, self.parts = hook, channel, unit, parts
-        self.is_plain = all(str(part.codec(channel.rules)) == "fp32" for part in parts.all)
+        codecs = [str(part.codec(channel.rules)) for part in parts.all]
+        # Places of parameters. A buffer that has none of them is left to torch.
+        self.compressed = {i for i, part in enumerate(parts.all) if part.padded and codecs[i] != "fp32"}
         self.coders: dict[tuple[torch.dtype, dist.ProcessGroup], UnitCoder] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -252,7 +260,7 @@ class _Comm:
     def remade(self: C, channel: Channel) -> C:
         """The same for another channel, with coders for everything that was sent so far."""
         other = type(self)(self.hook, channel, self.unit, self.parts)
-        for key in self.coders if not other.is_plain else ():
+        for key in self.coders if other.compressed else ():
             other.unit_coder(*key)
         return other
 
@@ -271,21 +279,35 @@ class CompressedReduceScatter(_Comm):
     ) -> None:
         self.hook._enter(self.unit)
         count, others = output_tensor.numel(), group.size() - 1
-        unit_coder = None if self.is_plain else self.unit_coder(input_tensor.dtype, group)
+        present = self._present(count) if self.compressed else ()
+        plain = self.compressed.isdisjoint(present)
+        unit_coder = None if plain else self.unit_coder(input_tensor.dtype, group)
         if unit_coder is None:
             default_collective("ReduceScatter")(output_tensor, input_tensor, group, op)
             self.channel.sent(others * count * input_tensor.element_size(), others * count)
         else:
             with self.channel.on_stream():
-                self._reduce(unit_coder, output_tensor, input_tensor)
+                self._reduce(unit_coder, present, output_tensor, input_tensor)
                 factor = factor_of(op, group.size())
                 if factor != 1:
                     output_tensor.mul_(factor)
         self.hook._saw(self.unit, unit_coder, output_tensor)
 
-    def _reduce(self, unit_coder: UnitCoder, output: torch.Tensor, gradients: torch.Tensor) -> None:
+    def _present(self, count: int) -> tuple[int, ...]:
+        present, feedback = self.parts.in_gradients(count), self.hook._options["feedback"]
+        for part in (self.parts.all[place] for place in present):
+            if not part.trains and keeps(part.codec(self.channel.rules), feedback):
+                raise UsageError(
+                    f"parameter '{part.name}' requires a gradient, and did not when compress was called; call compress "
+                    "again",
+                    field="parameters",
+                )
+        return present
+
+    def _reduce(
+        self, unit_coder: UnitCoder, present: tuple[int, ...], output: torch.Tensor, gradients: torch.Tensor
+    ) -> None:
         channel, hook = self.channel, self.hook
-        present = self.parts.in_gradients(output.numel())
         hook._synchronize()
         unit_coder.model.begin(hook.step, loss_scale=hook._scale(), rate=hook._rate)
         with channel.measure("encode"):
@@ -363,7 +385,7 @@ class CompressedAllGather(_Comm):
             self._group = group
         count, others = input_tensor.numel(), group.size() - 1
         # With reshard_after_forward=N the backward pass gathers, over another group, what the forward pass has decoded.
-        if self.is_plain or group is not self._group:
+        if not self.compressed or group is not self._group:
             self.channel.sent(others * count * input_tensor.element_size(), others * count)
             return default_collective("AllGather")(output_tensor, input_tensor, group, async_op)
         with self.channel.on_stream():
