@@ -116,3 +116,84 @@ def exact_later(rank):
 
 def test_a_vector_can_be_trained_later(ranks):
     assert ranks.run(2, exact_later) == [2, 2]
+
+
+# States.
+
+
+def saves(rank, codec, feedback, frozen):
+    """The state, and weights and residuals after one step more."""
+    model = sharded(rank)
+    model.blocks[0].weight.requires_grad_(not frozen)
+    hook = gw.compress(model, codec, feedback=feedback, min_elements=0)
+    train(rank, model, 6)
+    return hook.state_dict()
+
+
+def loads(rank, states, codec, feedback, steps):
+    """Into a hook that has taken so many steps. What load_state_dict raises, and whether it changed anything."""
+    model = sharded(rank)
+    hook = gw.compress(model, codec, feedback=feedback, min_elements=0)
+    if steps:
+        train(rank, model, steps)
+    before = hook.step, hook.residual_hash(), sorted(hook.state_dict()["ranks"][str(rank.rank)]["up"])
+    words = refused(hook.load_state_dict, states[rank.rank])
+    same = before == (hook.step, hook.residual_hash(), sorted(hook.state_dict()["ranks"][str(rank.rank)]["up"]))
+    train(rank, model, 2)
+    return words, same, hook.step
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("codec", ["qsgd:bits=4", "optquant:bits=3,refit=2"])
+def test_a_state_without_the_residual_of_a_parameter_is_refused_when_it_is_loaded(ranks, codec, steps):
+    states = ranks.run(2, saves, codec, True, True)
+    for words, same, step in ranks.run(2, loads, states, codec, True, steps):
+        assert words == "UsageError: the state has no residual of 'blocks.0.weight/0'" and same and step == steps + 2
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_residual_of_another_size_is_refused_when_it_is_loaded(ranks, steps):
+    states = ranks.run(2, saves, "qsgd:bits=4", True, False)
+    states[1]["ranks"]["1"]["up"]["head.weight/1"] = torch.zeros(7)
+    words = "'head.weight/1' has 201 elements; its residual in the state has 7"
+    for rank, (found, same, step) in enumerate(ranks.run(2, loads, states, "qsgd:bits=4", True, steps)):
+        told = "MismatchError: rank 1 cannot take part: " if rank == 0 else "UsageError: "
+        assert found == told + words and same and step == steps + 2
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_residuals_of_modules_are_refused_as_older_hooks_saved_them(ranks, steps):
+    states = ranks.run(2, saves, "qsgd:bits=4", True, False)
+    for rank, state in enumerate(states):
+        state["ranks"][str(rank)]["up"] = {f"blocks.{i}/{p}": torch.zeros(9) for i in range(3) for p in range(2)}
+    words = "UsageError: the state has a residual of 'blocks.0/0', but no such parameter of this model is sharded"
+    for found, same, step in ranks.run(2, loads, states, "qsgd:bits=4", True, steps):
+        assert found == words and same and step == steps + 2
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("codec", ["optquant:bits=3,refit=2", "dqsgd:budget=3", "qsgd:bits=4"])
+def test_a_state_without_residuals_loads_with_what_was_learned(ranks, codec, feedback, steps):
+    states = ranks.run(2, saves, codec, False, False)
+    assert all(not state["ranks"][str(rank)]["up"] for rank, state in enumerate(states))
+    for words, _, step in ranks.run(2, loads, states, codec, feedback, steps):
+        assert words is None and step == 6 + 2
+
+
+def changes_before_the_first_step(rank, states):
+    """A state is for the codecs that it was loaded with: what gets a residual later begins without one."""
+    model = sharded(rank)
+    hook = gw.compress(model, "blocks.0.weight=fp32;head.*=fp32;1d=fp32;*=qsgd:bits=4", feedback=True)
+    hook.load_state_dict(states[rank.rank])
+    hook.set_codec("head.bias=qsgd:bits=4;1d=fp32;*=qsgd:bits=4")
+    train(rank, model, 1, first=6)
+    up = hook.state_dict()["ranks"][str(rank.rank)]["up"]
+    return sorted(name for name, values in up.items() if values.abs().max() > 0)
+
+
+def test_a_codec_may_change_between_a_state_and_the_first_step(ranks):
+    states = ranks.run(2, saves, "head.bias=fp32;1d=fp32;*=qsgd:bits=4", True, True)
+    matrices = ("blocks.0.weight", "blocks.1.weight", "blocks.2.weight", "head.bias", "head.weight")
+    for names in ranks.run(2, changes_before_the_first_step, states):
+        assert names == [f"{name}/{p}" for name in matrices for p in range(2)]

@@ -167,7 +167,6 @@ class FsdpHook(Hook):
         self._reducers: list[CompressedReduceScatter] = []  # by unit
         self._gatherers: list[CompressedAllGather] = []
         self._skipped_before = 0  # with earlier codecs
-        self._changed = False  # since a state was loaded
         self._handles: list[Any] = []
         self._lessons: dict[dist.ProcessGroup, OwnLessons] = {}  # by the group that has the shards of a unit
 
@@ -278,7 +277,6 @@ class FsdpHook(Hook):
         if gradients is not self._gradients:
             self._skipped_before = self._skipped()
             dropped = [name for reducer in reducers for name in reducer.carry(self._gradients)]
-            self._changed = True
             _state.log_dropped(dropped)
         self._gradients, self._reducers, self._weights, self._gatherers = gradients, reducers, channel, gatherers
         self.codec = written_out(str(gradients.rules))
@@ -431,21 +429,14 @@ class FsdpHook(Hook):
                 # On a mesh of two dimensions each row of it has learned for itself.
                 mine = next(one for one in state if rank in map(str, one["ranks"]))
                 whole["learned"] = merged(mine)["learned"]
-            known = set(self._names())
-            unknown = [name for name in residuals if name.rpartition("/")[0] not in known]
-            if unknown:
-                raise UsageError(
-                    f"the state has a residual of '{unknown[0]}', but no such parameter of this model is sharded",
-                    field=unknown[0],
-                )
+            self._check_residuals(residuals)
             # Coders of their own say whether they can go on from it, so that a state that is refused changes nothing.
             channel = self._channel(self.codec, "codec").continuing(self._gradients)
-            before = self._restored, self._changed
-            self._restored, self._changed = (dict(residuals), dict(whole["learned"])), False
+            before, self._restored = self._restored, (dict(residuals), dict(whole["learned"]))
             try:
                 reducers = [reducer.remade(channel) for reducer in self._reducers]
             finally:
-                self._restored, self._changed = before
+                self._restored = before
             terms = [("step", str(whole["step"]))]
             if not self._has_rows:
                 tables = sorted(whole["learned"].items())
@@ -456,9 +447,27 @@ class FsdpHook(Hook):
         self._open = {}
         self._skipped_before = self._skipped()
         self._restored = (dict(whole["ranks"][str(dist.get_rank(self._group))]["up"]), dict(whole["learned"]))
-        self._gradients, self._reducers, self._changed = channel, reducers, False
+        self._gradients, self._reducers = channel, reducers
         self._install()
         self.step = whole["step"]
+
+    def _check_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Refuses a state that this model cannot go on from. Units that have not sent anything yet have no coder that
+        could, and would refuse it in the backward pass. A state without residuals was saved without feedback."""
+        parts = [part for unit in self._parts.values() for part in unit.all]
+        counts = {name: part.padded for part in parts for name in part.tensors(part.ranks)}
+        for name, values in residuals.items():
+            if name not in counts:
+                raise UsageError(
+                    f"the state has a residual of '{name}', but no such parameter of this model is sharded", field=name
+                )
+            if values.numel() != counts[name]:
+                raise UsageError(
+                    f"'{name}' has {counts[name]} elements; its residual in the state has {values.numel()}", field=name
+                )
+        for name in (name for reducer in self._reducers for name in reducer.residuals()):
+            if residuals and name not in residuals:
+                raise UsageError(f"the state has no residual of '{name}'", field=name)
 
 
 def _together(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

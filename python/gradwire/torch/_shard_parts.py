@@ -22,6 +22,7 @@ class Part(NamedTuple):
     name: str
     shape: tuple[int, ...]  # of the whole parameter
     padded: int
+    ranks: int  # that have a part of it
     trains: bool  # when compress was called
 
     def codec(self, rules: "_core.Rules") -> "_core.Codec":
@@ -40,11 +41,12 @@ class Parts:
         self.all: list[Part] = []
         self._known: dict[int, int] = {}  # id of FSDP's parameter -> its place in `all`
         for group in param_groups(module):
+            ranks = getattr(door(group, "mesh_info"), "shard_mesh_size", 1)
             for theirs in door(group, "fsdp_params"):
                 self._known[id(theirs)] = len(self.all)
                 shape, padded = tuple(door(theirs, "_orig_size")), door(theirs, "padded_sharded_param_size")
                 trains = bool(door(theirs, "sharded_param").requires_grad)
-                self.all.append(Part(name_of(theirs, names), shape, padded.numel(), trains))
+                self.all.append(Part(name_of(theirs, names), shape, padded.numel(), ranks, trains))
 
     def in_gradients(self, count: int) -> tuple[int, ...]:
         """Which are in the buffer that FSDP reduce-scatters in a call of ours, with so many elements for a rank."""

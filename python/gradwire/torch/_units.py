@@ -187,27 +187,14 @@ class UnitCoder:
         """What its codec plans with, for people."""
         return [f"{self.unit}: {line}" for line in self.model.plans()]
 
-    def check(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Refuses a state that lacks what this unit needs."""
-        for _, name, _, count in self.model.state().entries():
-            if name not in residuals:
-                raise UsageError(f"the state has no residual of '{name}'", field=name)
-            if residuals[name].numel() != count:
-                raise UsageError(
-                    f"'{name}' has {count} elements; its residual in the state has {residuals[name].numel()}",
-                    field=name,
-                )
-
-    def restore(
-        self, residuals: Mapping[str, torch.Tensor], learned: Mapping[str, torch.Tensor], partial: bool = False
-    ) -> None:
-        """`partial`: a unit of which the state has nothing stays as it is, because its codec is newer than the
-        state."""
+    def restore(self, residuals: Mapping[str, torch.Tensor], learned: Mapping[str, torch.Tensor]) -> None:
+        """A residual that the state does not have begins with zeros: its codec is newer than the state, or the state
+        was saved without feedback. load_state_dict has refused all other cases."""
         current = self.model.state()
-        if partial and not any(name in residuals for _, name, _, _ in current.entries()):
-            return
-        self.check(residuals)
-        mine = {name: residuals[name] for _, name, _, _ in current.entries()}
+        mine = {
+            name: residuals[name] if name in residuals else torch.zeros(count)
+            for _, name, _, count in current.entries()
+        }
         feedback = _state.feedback_of({"up": mine, "down": {}}, "f32")
         for name in current.extra():
             if f"{self.unit}:{name}" in learned:
@@ -304,6 +291,12 @@ class CompressedReduceScatter(_Comm):
                 )
         return present
 
+    def residuals(self) -> Iterator[str]:
+        """The names of those that the unit has, or will have when its gradients come."""
+        for part in self.parts.all if self.hook._options["feedback"] else ():
+            if part.trains and part.padded and not part.codec(self.channel.rules).lossless:
+                yield from part.tensors(part.ranks)
+
     def _reduce(
         self, unit_coder: UnitCoder, present: tuple[int, ...], output: torch.Tensor, gradients: torch.Tensor
     ) -> None:
@@ -344,7 +337,7 @@ class CompressedReduceScatter(_Comm):
             )
         self.channel.coders[self.unit] = unit_coder
         if self.hook._restored[0] or self.hook._restored[1]:
-            unit_coder.restore(*self.hook._restored, partial=self.hook._changed)
+            unit_coder.restore(*self.hook._restored)
         return unit_coder
 
     def carry(self, old: Channel) -> list[str]:
