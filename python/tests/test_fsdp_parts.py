@@ -3,6 +3,8 @@
 empty, without a gradient in a step, or inside of what wraps a module; and what a state must have of each of them.
 """
 
+import random
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,8 +12,11 @@ pytest.importorskip("test_fsdp", reason="this torch has no Gloo or no set_custom
 
 import gradwire
 import gradwire.torch as gw
-from test_fsdp import Net, batch, sharded, train
+from gradwire.torch import _units
+from test_fsdp import Net, batch, equal, parameters, sharded, train
+from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def partly_frozen(dimensions=2):
@@ -116,6 +121,52 @@ def exact_later(rank):
 
 def test_a_vector_can_be_trained_later(ranks):
     assert ranks.run(2, exact_later) == [2, 2]
+
+
+# Without a gradient.
+
+
+class Layers(nn.Module):
+    """One unit, of which a step uses some layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(20, 20) for _ in range(6)])
+        self.used = set()
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = x + torch.tanh(layer(x)) if number in self.used else x
+        return x
+
+
+def drops_layers(rank, codec, most):
+    before, _units._MOST_CODERS = _units._MOST_CODERS, most
+    try:
+        torch.manual_seed(3)
+        model = fsdp.fully_shard(Layers(), mesh=DeviceMesh.from_group(rank.group, "cpu"))
+        hook = gw.compress(model, codec, weights="unigrid:bits=8", feedback=True, min_elements=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        draw, counts, seen = random.Random(5), [], set()
+        for step in range(40):
+            model.used = {number for number in range(6) if draw.random() < 0.7} or {0}
+            seen.add(frozenset(model.used))
+            x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + rank.rank))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(sum(len(coder._coders) for coder in hook._gradients.coders.values()))
+        return parameters(model), hook.residual_hash(), max(counts), len(seen)
+    finally:
+        _units._MOST_CODERS = before
+
+
+@pytest.mark.parametrize("codec", ["qsgd:bits=2", "optquant:bits=2,refit=3"])
+def test_coders_of_sets_of_parameters_are_bounded_and_change_no_bit(ranks, codec):
+    kept, few = ranks.run(2, drops_layers, codec, 10**6), ranks.run(2, drops_layers, codec, _units._MOST_CODERS)
+    for (weights, residuals, count, sets), (our_weights, our_residuals, bounded, _) in zip(kept, few):
+        assert count == sets > 2 * _units._MOST_CODERS and bounded == _units._MOST_CODERS
+        assert equal(weights, our_weights) and residuals == our_residuals
 
 
 # States.

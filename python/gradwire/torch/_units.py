@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Iterator, Mapping, Sequence, TypeVar
 
 import torch
@@ -29,6 +30,8 @@ from ._task import Buffers, Times, between, core_device
 
 if TYPE_CHECKING:
     from ._fsdp import FsdpHook
+
+_MOST_CODERS = 8  # that a unit keeps: steps that leave out layers at random have other parameters each time
 
 
 class Channel:
@@ -167,14 +170,19 @@ class UnitCoder:
         )  # fmt: skip
         self.learns = any(codecs[name].learns for name in sent)
         self.keeps = self.learns or feedback
-        self._coders: dict[tuple[int, ...], _core.BucketCoder] = {}
+        self._coders: OrderedDict[tuple[int, ...], _core.BucketCoder] = OrderedDict()  # the one used last is the last
 
     def coder(self, present: tuple[int, ...]) -> "_core.BucketCoder":
-        """Of a buffer that has these parameters."""
+        """Of a buffer that has these parameters, in a step that has begun and has used no coder yet."""
         if present not in self._coders:
+            # What is dropped was used in a step that is over and learned from; to free a GPU's memory waits for what
+            # still uses it. Residuals are the model's.
+            while len(self._coders) >= _MOST_CODERS:
+                self._coders.popitem(last=False)
             world = self.group.size()
             tensors = [world * place + p for place in present for p in range(world)]
             self._coders[present] = _core.BucketCoder(self.model, tensors, self._channel.core_device())
+        self._coders.move_to_end(present)
         return self._coders[present]
 
     def places(self, present: tuple[int, ...], flat: torch.Tensor, ranks: int = 1) -> list[int]:
