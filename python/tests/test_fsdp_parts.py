@@ -123,6 +123,25 @@ def test_a_vector_can_be_trained_later(ranks):
     assert ranks.run(2, exact_later) == [2, 2]
 
 
+# Without elements.
+
+
+def with_an_empty_one(rank):
+    """Frozen, because torch refuses to reduce-scatter it."""
+    model = Net()
+    model.empty = nn.Parameter(torch.zeros(0, 4), requires_grad=False)
+    model = sharded(rank, model=model)
+    hook = gw.compress(model, "qsgd:bits=4", weights="unigrid:bits=8", feedback=True, min_elements=0)
+    losses = train(rank, model, 20)
+    hook.load_state_dict(hook.state_dict())
+    train(rank, model, 1)
+    return losses[-1] < losses[0]
+
+
+def test_a_parameter_without_elements_is_left_out(ranks):
+    assert all(ranks.run(3, with_an_empty_one))
+
+
 # Without a gradient.
 
 
