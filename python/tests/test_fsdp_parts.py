@@ -267,3 +267,22 @@ def test_a_codec_may_change_between_a_state_and_the_first_step(ranks):
     matrices = ("blocks.0.weight", "blocks.1.weight", "blocks.2.weight", "head.bias", "head.weight")
     for names in ranks.run(2, changes_before_the_first_step, states):
         assert names == [f"{name}/{p}" for name in matrices for p in range(2)]
+
+
+def drops_restored(rank, states):
+    """Residuals that a new codec drops do not come back from a state that was loaded before."""
+    model = sharded(rank)
+    hook = gw.compress(model, "qsgd:bits=4", feedback=True, min_elements=0)
+    hook.load_state_dict(states[rank.rank])
+    train(rank, model, 1)
+    found = []
+    for codec in "fp32", "qsgd:bits=4":
+        hook.set_codec(codec)
+        found.append(sorted(hook.state_dict()["ranks"][str(rank.rank)]["up"]))
+        train(rank, model, 1)
+    return found
+
+
+def test_residuals_that_are_dropped_stay_dropped_after_a_state_was_loaded(ranks):
+    states = ranks.run(2, saves, "qsgd:bits=4", True, False)
+    assert ranks.run(2, drops_restored, states) == [[[], []]] * 2

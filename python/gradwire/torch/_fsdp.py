@@ -278,6 +278,8 @@ class FsdpHook(Hook):
             self._skipped_before = self._skipped()
             dropped = [name for reducer in reducers for name in reducer.carry(self._gradients)]
             _state.log_dropped(dropped)
+            for name in dropped:
+                self._restored[0].pop(name, None)
         self._gradients, self._reducers, self._weights, self._gatherers = gradients, reducers, channel, gatherers
         self.codec = written_out(str(gradients.rules))
         self._install()
