@@ -16,6 +16,7 @@ from gradwire.torch import _units
 from test_fsdp import Net, batch, equal, parameters, sharded, train
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -186,6 +187,35 @@ def test_coders_of_sets_of_parameters_are_bounded_and_change_no_bit(ranks, codec
     for (weights, residuals, count, sets), (our_weights, our_residuals, bounded, _) in zip(kept, few):
         assert count == sets > 2 * _units._MOST_CODERS and bounded == _units._MOST_CODERS
         assert equal(weights, our_weights) and residuals == our_residuals
+
+
+# In a wrapper.
+
+
+def wrapped(rank):
+    """Rules by name, for gradients and for weights, where names have wrappers in them."""
+    answers = []
+    for gradients, weights in (
+        (None, None), ("0.weight=fp32;1.*=unigrid:bits=16;*=unigrid:bits=16", "1.weight=fp32;*=unigrid:bits=16")
+    ):
+        torch.manual_seed(3)
+        model = nn.Sequential(*[checkpoint_wrapper(nn.Linear(40, 40)) for _ in range(3)])
+        mesh = DeviceMesh.from_group(rank.group, "cpu")
+        for i in range(3):
+            model[i] = fsdp.fully_shard(torch.compile(model[i], backend="eager"), mesh=mesh)
+        compiled = torch.compile(fsdp.fully_shard(model, mesh=mesh), backend="eager")
+        hook = gw.compress(compiled, gradients, weights=weights, min_elements=0) if gradients else None
+        for step in range(3):
+            draw = torch.Generator().manual_seed(10 * step + rank.rank)
+            compiled(torch.randn(4, 40, generator=draw)).square().sum().backward()
+        answers.append([p.grad.full_tensor() for p in model.parameters()])
+    return max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*answers)), hook._names(), hook.step
+
+
+def test_rules_by_name_with_compile_and_activation_checkpointing(ranks):
+    for worst, names, steps in ranks.run(2, wrapped):
+        assert 0 < worst < 1e-2 and steps == 3
+        assert names == [f"{i}.{kind}" for i in range(3) for kind in ("weight", "bias")]
 
 
 # States.
