@@ -50,8 +50,11 @@ def resumes(rank, shape, folder, half, codec, options):
 
 @pytest.mark.parametrize(
     "shape, half, codec, options",
-    [((2, 3), 6, CODEC, {}), ((2, 2), 2, "onebit", {}), ((2,), 5, "casq:bits=2", {"residual": torch.bfloat16})],
-)
+    [
+        ((2, 3), 6, CODEC, {}), ((2, 2), 2, "onebit", {}), ((2,), 5, "casq:bits=2", {"residual": torch.bfloat16}),
+        ((2, 2), 5, "optquant:bits=2,refit=3", {"down": "qsgd:bits=4"}),  # nothing learns in the warm-up
+    ],
+)  # fmt: skip
 def test_a_resumed_training_is_the_one_that_was_never_stopped(meshes, tmp_path, shape, half, codec, options):
     for found, names in run(meshes, shape, resumes, str(tmp_path), half, codec, options):
         assert all(found) and names == ["exp_avg", "exp_avg_sq", "step"]
