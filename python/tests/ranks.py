@@ -11,6 +11,7 @@ import faulthandler
 import importlib
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -70,7 +71,9 @@ class Rank:
 
 
 def _serve(pipe: Connection, rank: int, processes: int, port: int, folder: str, backend: str, crash: str) -> None:
-    faulthandler.enable(open(crash, "w"))  # where every thread was, if a signal ends the process
+    trace = open(crash, "w")
+    faulthandler.enable(trace)  # where every thread was, if a signal ends the process
+    faulthandler.register(signal.SIGUSR1, trace)  # where they are, if somebody asks
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     # NCCL takes two ranks of one machine on one GPU for a mistake; ranks of two machines it lets be, over sockets.
     os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket")
@@ -138,14 +141,26 @@ class Ranks:
         trace = self._crashes[rank].read_text()
         return f"The process of rank {rank} is gone, with exit code {self.processes[rank].exitcode}.\n{trace}"
 
+    def _end(self, world: int) -> str:
+        """Where every rank hangs. Then all of them are ended, so that the next test fails at once and not as late."""
+        for process in self.processes[:world]:
+            if process.pid is not None and process.exitcode is None:
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(2)
+        traces = [f"\nrank {rank} is here:\n{crash.read_text()}" for rank, crash in enumerate(self._crashes[:world])]
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return "".join(traces)
+
     def results(self, world: int) -> list[tuple[bool, Any]]:
         """(whether it succeeded, result or error) of every rank that still answers."""
         outcomes: list[tuple[bool, Any]] = []
         for rank, pipe in enumerate(self.pipes[:world]):
             try:
                 if not pipe.poll(PATIENCE):
-                    said = [f"rank {one}: {outcome}" for one, outcome in enumerate(outcomes)]
-                    raise TimeoutError("\n".join([f"rank {rank} did not answer in {PATIENCE} s", *said]))
+                    said = "".join(f"\nrank {one} said: {outcome}" for one, outcome in enumerate(outcomes))
+                    raise TimeoutError(f"rank {rank} did not answer in {PATIENCE} s{said}{self._end(world)}")
                 outcomes.append(pipe.recv())
             except EOFError:
                 outcomes.append((False, ("EOFError", "the process is gone", self._death(rank))))
