@@ -59,7 +59,7 @@ struct ModelCore {
   Learnings learnings;  // of the directions that there are, without empty ones
   FiniteCheck finite;
   std::vector<bool> divisible;
-  std::array<uint64_t, 2> epochs{};   // of the codecs, by direction
+  std::array<uint64_t, 2> epochs{};  // of the codecs, by direction
   // Steps that have ended, and states that were restored: the same numbers on all ranks. Residual buffers change places
   // with each of the former, and are others after each of the latter.
   uint64_t ended = 0, restored = 0;
