@@ -5,6 +5,7 @@ compressed and with torch's own; docs/measuring.md says what each one means.
 
     python3 bench/hsdp.py links --boxes 2 --codec qsgd:bits=4 --codec optquant:bits=4
     python3 bench/hsdp.py error                                           4 bits against those of ZeRO++
+    python3 bench/hsdp.py loss --text FILE                                a GPT, beside torch's own all-reduce
 
 `links`: seconds per training step of 2 or 4 boxes with 2 ranks each. A box is a network namespace; what leaves it is
 shaped by `tc ... tbf` at both ends of its link, and nothing within it is (root, ip and tc are needed). Ranks of a box
@@ -19,9 +20,12 @@ Share hidden: 1 - (t_with - t_none) / t_alone, as in bench/ddp.py.
 
 `error`: the squared relative error of the mean gradient of a small GPT, in one step. "qgz" is the rule of ZeRO++ again:
 4 bits in blocks with a scale each, all ranks of a box to each other, summed, 4 bits again, all boxes to each other.
+
+`loss`: the losses of a small GPT after equally many steps (hsdp_loss.py).
 """
 
 import argparse
+import importlib
 import signal
 import statistics
 import sys
@@ -134,7 +138,7 @@ def links(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["links", "error"])
+    parser.add_argument("what", choices=["links", "error", "loss"])
     parser.add_argument("--dry-run", action="store_true", help="show the rows and append nothing")
     parser.add_argument("--boxes", type=int, default=2)
     group = parser.add_argument_group("links")
@@ -155,8 +159,10 @@ def main():
     group.add_argument("--compute-kind", choices=["wait"], default="wait", help="it takes no core")
     group.add_argument("--compute-rates", type=lambda text: text.split(",") if text else [], default=["1gbit"])
     group.add_argument("--memory", default="topk:ratio=0.03", help="a codec whose residuals are counted; '': none")
-    group = parser.add_argument_group("error")
+    group = parser.add_argument_group("error and loss")
     group.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
+    group.add_argument("--text", metavar="FILE", help="what the GPT of `loss` reads: any file of UTF-8")
+    group.add_argument("--train-steps", dest="train_steps", type=int, default=600, help="of a training of `loss`")
     options = parser.parse_args()
 
     def stop(number, _):
@@ -169,9 +175,7 @@ def main():
             links(options)
         else:
             sys.path.insert(0, str(Path(__file__).resolve().parent))
-            import hsdp_error
-
-            hsdp_error.main(options)
+            importlib.import_module(f"hsdp_{options.what}").main(options)
     except KeyboardInterrupt:
         sys.exit("hsdp.py: stopped; processes and namespaces are gone, no rows were appended")
     if not options.dry_run:

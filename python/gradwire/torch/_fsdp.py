@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 import weakref
 import zlib
 from typing import Any, Mapping, Sequence
@@ -27,9 +28,10 @@ from .._errors import UnsupportedError, UsageError
 from . import _hook, _state
 from ._agree import Handshake, agreed
 from ._compress import refuse_foreign
-from ._fsdp_doors import module_names
+from ._fsdp_doors import door, module_names, param_groups
 from ._hook import Hook
 from ._lessons import OwnLessons
+from ._parameters import without_wrappers
 from ._rules import check_patterns, rules_of, written_out
 from ._shard_parts import Parts
 from ._state_checks import FORMAT, merged, refusing
@@ -52,6 +54,13 @@ def attach(model: torch.nn.Module, codec: Any, options: dict[str, Any]) -> "Fsdp
     hook = agreed(group, "compress", prepare)
     replace_hook(model, hook)
     hook._place(model)
+    if options["feedback"] is None and hook._lacks_feedback() and dist.get_rank(group) == 0:
+        warnings.warn(
+            f"gradwire: what '{hook.codec}' leaves out of a gradient is lost under FSDP2 with one dimension, unless "
+            "feedback=True is given. That keeps an unsharded residual on every rank. Or choose a codec without error "
+            "feedback, such as 'qsgd:bits=4'",
+            stacklevel=3,
+        )
     return hook
 
 
@@ -85,7 +94,7 @@ def _refuse_torch() -> None:
 
 def _units_of(model: torch.nn.Module) -> dict[str, Any]:
     return {
-        name.replace("_orig_mod.", "").removesuffix("_orig_mod") or "(root)": module
+        without_wrappers(name) or "(root)": module
         for name, module in model.named_modules()
         if isinstance(module, fsdp.FSDPModule)
     }
@@ -112,6 +121,12 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
         "than one dimension it must have all ranks",
         field="mesh",
     )
+
+
+def _first_of_shards(units: Mapping[str, Any]) -> int:
+    """The first of the ranks that have the shards of the same parameters, this one among them."""
+    group = next(group for module in units.values() for group in param_groups(module))
+    return min(dist.get_process_group_ranks(door(door(group, "mesh_info"), "shard_process_group")))
 
 
 def _device_of(mesh: Any) -> torch.device:
@@ -151,7 +166,9 @@ class FsdpHook(Hook):
         }
         self._threads = _hook.threads(given["threads"])
         self._device = _device_of(mesh)
-        self._has_rows = mesh.ndim > 1  # which learn for themselves
+        # On a mesh of two dimensions each row learns for itself, and a checkpoint of all ranks has all that they learn.
+        self._has_rows = mesh.ndim > 1
+        self._row = f"{_first_of_shards(units)}/" if self._has_rows else ""
         self._parameters = [f"{name}: {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
         names = module_names(model)
         self._parts = {unit: Parts(module, names) for unit, module in units.items()}
@@ -356,6 +373,11 @@ class FsdpHook(Hook):
         self._synchronize()
         return hash(tuple(unit_coder.model.hash() for _, unit_coder in sorted(self._gradients.coders.items())))
 
+    def _lacks_feedback(self) -> bool:
+        """Whether a codec for gradients wants error feedback."""
+        parts = (part for unit in self._parts.values() for part in unit.all if part.trains)
+        return any(part.codec(self._gradients.rules).feedback for part in parts)
+
     def _residual_bytes(self) -> int:
         return sum(unit_coder.model.residual_bytes() for unit_coder in self._gradients.coders.values())
 
@@ -401,6 +423,7 @@ class FsdpHook(Hook):
             more, also_learned = unit_coder.state()
             residuals |= {name: values.to(self._options["residual"]) for name, values in more.items()}
             learned |= also_learned
+        learned = {self._row + name: values for name, values in learned.items()}
         ranks = {str(dist.get_rank(self._group)): {"up": residuals, "down": {}}}
         return {
             "format": FORMAT, "step": self.step, "world": dist.get_world_size(self._group), "codec": self.codec,
@@ -428,9 +451,13 @@ class FsdpHook(Hook):
                 )
             residuals = whole["ranks"][rank]["up"]
             if not isinstance(state, Mapping):
-                # On a mesh of two dimensions each row of it has learned for itself.
                 mine = next(one for one in state if rank in map(str, one["ranks"]))
                 whole["learned"] = merged(mine)["learned"]
+            whole["learned"] = {
+                name.removeprefix(self._row): values
+                for name, values in whole["learned"].items()
+                if name.startswith(self._row)
+            }
             self._check_residuals(residuals)
             # Coders of their own say whether they can go on from it, so that a state that is refused changes nothing.
             channel = self._channel(self.codec, "codec").continuing(self._gradients)

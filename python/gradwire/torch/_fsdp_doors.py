@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from .._errors import UnsupportedError
-
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+from ._parameters import without_wrappers
 
 
 def door(owner: Any, name: str) -> Any:
@@ -32,10 +31,6 @@ def param_groups(module: Any) -> list[Any]:
     if not hasattr(state, "_fsdp_param_groups") and hasattr(state, "_fsdp_param_group"):
         return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(door(state, "_fsdp_param_groups"))
-
-
-def without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def module_names(model: torch.nn.Module) -> dict[int, str]:

@@ -12,16 +12,23 @@ from .. import _core
 from .._errors import UnsupportedError, UsageError
 from ._hook import DTYPES, memory_order
 
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of activation checkpointing
+
+
+def without_wrappers(name: str) -> str:
+    """As a model without them names it, and as its state_dict() does."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
 
 def named_parameters(
     ddp: DistributedDataParallel, names: Sequence[str] | None = None
 ) -> dict[str, torch.nn.Parameter]:
-    """The parameters that DDP reduces, by the names of the model itself, whether it is compiled or not."""
+    """The parameters that DDP reduces, by the names of the model itself, whatever it is wrapped in."""
     named: dict[str, torch.nn.Parameter] = {}
     for place, (name, parameter) in enumerate(ddp.module.named_parameters()):
         if not parameter.requires_grad or name in ddp.parameters_to_ignore:
             continue
-        name = (names[place] if names is not None else name).replace("_orig_mod.", "")
+        name = without_wrappers(names[place] if names is not None else name)
         if parameter.dtype not in DTYPES:
             raise UnsupportedError(
                 f"parameter '{name}' is {str(parameter.dtype)[6:]}; allowed are float32, float16 and bfloat16",

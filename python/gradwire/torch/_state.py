@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ._ddp import DdpHook
 
 _LOG = logging.getLogger("gradwire")
+_MOST_RANKS = 1 << 20  # that a checkpoint may claim to be of
 
 
 def ranks_part(feedback: "_core.ErrorFeedback", dtype: torch.dtype) -> State:
@@ -371,4 +372,14 @@ def read_checkpoint(path: str, key: str = "gradwire") -> State:
             at.append(value)
         else:
             at[path_in[-1]] = value
+    for one in (state, state.get("shards")):
+        _add_ranks(one)
     return state
+
+
+def _add_ranks(state: Any) -> None:
+    """A checkpoint keeps no empty dicts, so ranks without residuals are missing in it."""
+    world = state.get("world") if isinstance(state, dict) else None
+    if isinstance(world, int) and 0 < world <= _MOST_RANKS and isinstance(state.setdefault("ranks", {}), dict):
+        for rank in range(world):
+            state["ranks"].setdefault(str(rank), {})

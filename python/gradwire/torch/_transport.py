@@ -356,7 +356,14 @@ class Transport:
     @staticmethod
     def _wait(work: "dist.Work", task: BucketTask, phase: str) -> None:
         begin = time.perf_counter()
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise EngineError(
+                f"the exchange with the other ranks has failed: one of them has ended, or has not answered within the "
+                f"time-out ({error})",
+                field="transport",
+            ) from error
         task.waited(phase, time.perf_counter() - begin)
 
     def _fail(self, task: BucketTask, error: BaseException) -> None:
