@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training that goes on from a checkpoint of torch.distributed.checkpoint is the one that was never stopped, for every
-kind of model, also where a rank has no residuals or what ranks have learned differs; and no wrapper of a model changes
-the names that rules and states have.
+"""A training that goes on from a checkpoint of torch.distributed.checkpoint is the one that was never stopped, for
+every kind of model, also where a rank has no residuals or what ranks have learned differs; and no wrapper of a model
+changes the names that rules and states have.
 """
 
 import warnings
@@ -16,7 +16,6 @@ checkpoint_wrapper = pytest.importorskip(
 
 import gradwire.torch as gw
 import torch.distributed.checkpoint as dcp
-from ranks import Ranks  # noqa: F401
 from test_ddp import network, prepared
 from test_fsdp import sharded
 from test_hsdp import made
