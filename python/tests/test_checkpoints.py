@@ -103,23 +103,3 @@ def wrapped(rank):
 def test_activation_checkpointing_changes_no_names(ranks):
     for names, steps in ranks.run(2, wrapped):
         assert names == [name for name, _ in network().named_parameters()] and steps == 1
-
-
-def tells(rank, codec, options):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        gw.compress(sharded(rank), codec, **options)
-    return [(str(one.message), one.filename.rpartition("/")[2]) for one in caught]
-
-
-def test_a_codec_that_wants_feedback_says_so_where_there_is_none(ranks):
-    for codec, options, told in (
-        ("topk:ratio=0.1", {}, True),
-        ("topk:ratio=0.1", {"feedback": True}, False),
-        ("topk:ratio=0.1", {"feedback": False}, False),
-        ("qsgd:bits=4", {}, False),
-    ):
-        first, second = ranks.run(2, tells, codec, options)
-        assert second == [] and len(first) == told
-        for words, file in first:
-            assert "unless feedback=True" in words and file == "test_checkpoints.py"

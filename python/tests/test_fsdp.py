@@ -4,6 +4,7 @@ compute with the same weights, residuals follow the steps that count, and what c
 """
 
 import sys
+import warnings
 
 import pytest
 
@@ -591,3 +592,39 @@ def test_ranks_that_share_a_gpu_learn_over_gloo(ranks, cuda, gradients, weights)
     for first, last, same, stats in ranks.run(2, on_a_gpu, gradients, weights):
         assert same and last < 0.6 * first
         assert stats["skipped"] == 0 and stats["gradients"]["bits"] < 8
+
+
+def counts_steps(rank):
+    model = sharded(rank)
+    hook = gw.compress(model, None, weights="unigrid:bits=8")
+    for number in range(3):
+        x, y = batch(rank, number)
+        (model(x) - y).square().mean().backward()
+        with torch.no_grad():
+            for _ in range(4):
+                model(torch.ones(2, 33))
+    return hook.step
+
+
+def test_an_evaluation_is_no_step(ranks):
+    assert ranks.run(2, counts_steps) == [3, 3]
+
+
+def tells(rank, codec, options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gw.compress(sharded(rank), codec, **options)
+    return [(str(one.message), one.filename.rpartition("/")[2]) for one in caught]
+
+
+def test_a_codec_that_wants_feedback_says_so_where_there_is_none(ranks):
+    for codec, options, told in (
+        ("topk:ratio=0.1", {}, True),
+        ("topk:ratio=0.1", {"feedback": True}, False),
+        ("topk:ratio=0.1", {"feedback": False}, False),
+        ("qsgd:bits=4", {}, False),
+    ):
+        first, second = ranks.run(2, tells, codec, options)
+        assert second == [] and len(first) == told
+        for words, file in first:
+            assert "unless feedback=True" in words and file == "test_fsdp.py"

@@ -124,7 +124,7 @@ class DdpHook(ReduceHook):
         self._first_model(codec, given.get("down"))
         self._skipped_before = 0  # by models of earlier codecs
         self._times, self._exposed = Times(), Exposed(self._device)
-        self._meters = Meters(self._names, self._counts(), self._options["measure_every"], guard)
+        self._meters = Meters(self._names, self._counts(), self._options["measure_every"], guard, self._tells)
         self._meters.whole, self._meters.layout = sum(p.numel() for p in self._parameters), layout
         self._chunks: dict[ChunkKey, Chunk] = {}
         self._used: list[CodingTask] = []  # in this step

@@ -209,8 +209,10 @@ class FsdpHook(Hook):
                 self._gatherers.append(CompressedAllGather(self, self._weights, name, self._parts[name]))
         self._install()
         if not self._replaces["codec"]:
-            # Nothing else separates the steps.
-            self._handles.append(model.register_forward_pre_hook(lambda *_: self._step_done()))
+            # Nothing else separates the steps. An evaluation is none.
+            self._handles.append(
+                model.register_forward_pre_hook(lambda *_: self._step_done() if torch.is_grad_enabled() else None)
+            )
 
     def _install(self) -> None:
         """Puts our collectives in the place of torch's."""

@@ -42,9 +42,15 @@ def cost(sent: int, fp32: int, seconds: dict[str, float]) -> dict[str, Any]:
     return {"bytes": sent, "fp32_bytes": fp32, "bytes_saved": fp32 - sent, "seconds": seconds}
 
 
+_NAMED = 8  # parameters in a warning
+
+
 class Meters:
-    def __init__(self, names: list[str], elements: list[int], every: int, guard: float | None) -> None:
-        self.names, self.elements, self.every, self.guard = names, elements, every, guard
+    def __init__(
+        self, names: list[str], elements: list[int], every: int, guard: float | None, tells: bool = True
+    ) -> None:
+        """tells: whether this is the rank that warns."""
+        self.names, self.elements, self.every, self.guard, self.tells = names, elements, every, guard, tells
         self.steps = 0
         self.whole = sum(elements)  # of the model, where `elements` are those of pieces
         self.layout: Layout | None = None  # if it is known which ranks share a node
@@ -102,10 +108,12 @@ class Meters:
         every = struct.unpack(f"{len(gathered) // 8}d", gathered)
         worst = [max(every[tensor :: len(mine)]) for tensor in range(len(mine))]
         exempted = [tensor for tensor, error in enumerate(worst) if error > self.guard and tensor not in self.exempt]
-        for tensor in exempted:
+        if exempted and self.tells:
+            named = ", ".join(f"'{self.names[tensor]}' ({worst[tensor]:.3g})" for tensor in exempted[:_NAMED])
+            more = f" and {len(exempted) - _NAMED} more" if len(exempted) > _NAMED else ""
             warnings.warn(
-                f"gradwire: '{self.names[tensor]}' is sent uncompressed from now on: its squared relative error "
-                f"{worst[tensor]:.3g} exceeds guard={self.guard:g}",
+                f"gradwire: sent uncompressed from now on, because their squared relative error exceeds "
+                f"guard={self.guard:g}: {named}{more}; stats()[\"exempt\"] has all of them",
                 stacklevel=2,
             )
         self.exempt += exempted

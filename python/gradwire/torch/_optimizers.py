@@ -232,7 +232,7 @@ class Watch:
         if not any(id(parameter) in hook._index for group in optimizer.param_groups for parameter in group["params"]):
             return
         self._seen = True
-        if isinstance(optimizer, KINDS):
+        if isinstance(optimizer, KINDS) and hook._tells:
             kind = type(optimizer).__name__
             if hook._uses_feedback(hook.codec):
                 why = (

@@ -46,6 +46,7 @@ class ReduceHook(Hook):
     _meters: "Meters"
     _exposed: "Exposed"
     _model: "_core.ModelCoder"
+    _tells: bool  # this is the rank that warns
     _learns: bool  # a codec of the model does
     _transport: "Transport"
     _down: Any

@@ -81,6 +81,7 @@ class ReplicaHook(ReduceHook):
         self._mesh = found
         self._device = _checked(found.device)
         self._group, self._world = found.group, found.replicas
+        self._tells = dist.get_rank() == found.members[0]
         self._names = [parameter.name for parameter in found.parameters]
         if not self._names:
             raise UsageError("the model has no parameter that requires a gradient", field="model")
@@ -410,7 +411,7 @@ class ReplicaHook(ReduceHook):
         if self._is_metered:
             # On CPUs torch waits for each of its all-reduces when it calls it.
             self._exposed.waited(self._waited, self._exposed.plain_total)
-            self._exposed.judge(self._gather_everywhere, self.codec, dist.get_rank() == self._mesh.members[0])
+            self._exposed.judge(self._gather_everywhere, self.codec, self._tells)
 
     def _end(self, used: Sequence[CodingTask]) -> int:
         """Decides about the residuals, and begins to learn. Returns how many bytes were sent."""
