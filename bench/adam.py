@@ -24,8 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from paper_tables import Row  # noqa: E402
-from papers import bits, merged, report, runs_of, spread, train, without_places  # noqa: E402
-from rows import PROGRAM, Rows  # noqa: E402
+from papers import bits, merged, report, runs_of, train, without_places  # noqa: E402
+from rows import PROGRAM, Rows, spread  # noqa: E402
 
 COMMON = "--task text --optimizer adamw --workers 4 --rate 0.001 --clip 1 --collective scatter --epochs 1"
 SIZES = {

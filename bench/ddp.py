@@ -31,7 +31,6 @@ program, which is asked for the machine's name only.
 
 import argparse
 import json
-import math
 import shlex
 import signal
 import statistics
@@ -39,7 +38,7 @@ import sys
 from pathlib import Path
 
 from netns import Network, refuse_without_means
-from rows import BENCH, Rows, load_note
+from rows import BENCH, Rows, load_note, paired
 from turns import Ranks, Turns, burst_of, made_by, variant_of
 
 WORLD = 4
@@ -244,17 +243,6 @@ def run_or_read(ranks, options, variant, seed, start):
     if file:
         file.write_text(json.dumps(result))
     return result
-
-
-def paired(rows, command, metric, values, bound="", note=""):
-    """The mean over seeds; with several, its standard error and range in the note."""
-    if len(values) > 1:
-        error = statistics.stdev(values) / math.sqrt(len(values))
-        spread = f"paired by seed; standard error {error:.4f}; {min(values):.4f} to {max(values):.4f}"
-    else:
-        spread = "paired by seed; one seed"
-    rows.add(command, metric, statistics.mean(values), "%" if "accuracy" in metric else "1", bound,
-             "; ".join(part for part in (spread, note) if part))  # fmt: skip
 
 
 def loss(options):

@@ -10,7 +10,6 @@ standard deviation of torch's bf16 over seeds, relative to its mean: what anothe
 
 import argparse
 import json
-import math
 import os
 import shlex
 import statistics
@@ -23,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 import torch.multiprocessing as mp
 from gpt_example import example
-from rows import Rows, load_note
+from rows import Rows, load_note, paired, spread
 from torch.distributed.device_mesh import init_device_mesh
 from turns import variant_of
 
@@ -115,17 +114,10 @@ def trained(variants, options):
     return runs
 
 
-def spread_of(values):
-    """Standard deviation, or nothing of one value."""
-    return statistics.stdev(values) if len(values) > 1 else math.nan
-
-
 def add_quotients(rows, of, runs, variant, reference, noise, metric):
     quotients = [run[metric] / runs[reference][seed][metric] for seed, run in runs[variant].items()]
-    error = spread_of(quotients) / math.sqrt(len(quotients))
     target = f"<= {1 + noise:.4f}" if variant not in NATIVE and reference == "bf16" and noise == noise else ""
-    note = f"paired by seed; standard error {error:.4f}; {min(quotients):.4f} to {max(quotients):.4f}"
-    rows.add(of, f"{metric}_over_{reference}", statistics.fmean(quotients), "1", target, note)
+    paired(rows, of, f"{metric}_over_{reference}", quotients, target)
 
 
 def main(options):
@@ -139,12 +131,12 @@ def main(options):
     command = f"python3 bench/hsdp.py loss --text FILE --train-steps {options.train_steps} --seeds {seeds}"
     for metric in ("held_out_loss", "train_loss"):
         native = [run[metric] for run in runs["bf16"].values()]
-        noise = spread_of(native) / statistics.fmean(native)
+        noise = spread(native) / statistics.fmean(native)
         rows.add(f"{command} [bf16]", f"seed_noise_of_{metric}", noise, "1", note=f"{len(native)} seeds; {load_note()}")
         for variant, found in runs.items():
             of = f"{command} [{variant}]" if variant in NATIVE else f"{command} --codec {shlex.quote(variant)}"
             values = [run[metric] for run in found.values()]
-            rows.add(of, metric, statistics.fmean(values), "1", note=f"standard deviation {spread_of(values):.4f}")
+            rows.add(of, metric, statistics.fmean(values), "1", note=f"standard deviation {spread(values):.4f}")
             for reference in NATIVE:
                 if variant != reference:
                     add_quotients(rows, of, runs, variant, reference, noise, metric)

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from paper_server import train_over_server  # noqa: E402
 from paper_tables import TABLES  # noqa: E402
-from rows import PROGRAM, Rows  # noqa: E402
+from rows import PROGRAM, Rows, spread  # noqa: E402
 
 SAMPLES = {"cifar10": 50000, "fashion-mnist": 60000}
 
@@ -135,10 +135,6 @@ def first_at(record, loss):
 def without_places(options):
     """The options as a row shows them: where the data lie is nobody else's business."""
     return ["DIR" if before == "--data" else word for before, word in zip(["", *options], options)]
-
-
-def spread(values):
-    return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
 class Printed:

@@ -8,8 +8,10 @@ the number met it; a target that was missed is a row like any other. docs/measur
 import csv
 import datetime
 import json
+import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,21 @@ PROGRAM = os.environ.get("GRADWIRE_BIN", str(BENCH.parent / "build/bin/gradwire"
 
 def load_note():
     return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+
+
+def spread(values):
+    return statistics.stdev(values) if len(values) > 1 else math.nan
+
+
+def paired(rows, command, metric, values, bound="", note=""):
+    """The mean over seeds; with several, its standard error and range in the note."""
+    if len(values) > 1:
+        error = spread(values) / math.sqrt(len(values))
+        seen = f"paired by seed; standard error {error:.4f}; {min(values):.4f} to {max(values):.4f}"
+    else:
+        seen = "paired by seed; one seed"
+    rows.add(command, metric, statistics.mean(values), "%" if "accuracy" in metric else "1", bound,
+             "; ".join(part for part in (seen, note) if part))  # fmt: skip
 
 
 def machine():
